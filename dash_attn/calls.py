@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ _NO_WINDOW = (-1, -1, 0)  # left, right, attention_chunk
 
 
 def attention(
-    op: Callable[..., tuple[Tensor, ...]],
+    op: Callable[..., Any],
     named: dict[str, Tensor],
     split: tuple[int | None, ...],
     dropout_p: float,
@@ -128,7 +129,7 @@ def attention(
     return out, softmax_lse, signed, *max_logits
 
 
-def _with_max_logits(named: dict[str, Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+def _with_max_logits(named: dict[str, Tensor]) -> Callable[..., Any]:
     """Returns the op that also finds the largest logits, for tensors of these names."""
     ops = torch.ops.dash_attn
     if "qkv" in named:

@@ -57,7 +57,8 @@ def _tuple(count: int) -> str:
 _ANY_TUPLE = f"{_TENSOR} | tuple[{_TENSOR}, ...]"
 REVEALED = [
     _TENSOR, _TENSOR, _tuple(3), _TENSOR, _TENSOR, _tuple(2), _TENSOR, f"{_TENSOR} | {_tuple(3)}", _ANY_TUPLE,
-    _ANY_TUPLE, _tuple(2), _TENSOR, _tuple(2), f"{_TENSOR} | {_tuple(2)}", _TENSOR, _tuple(4), _TENSOR, _tuple(3), f"{_TENSOR} | {_tuple(3)}",
+    _ANY_TUPLE, _tuple(2), _TENSOR, _tuple(2), f"{_TENSOR} | {_tuple(2)}", _TENSOR, _tuple(4), _TENSOR, _tuple(3),
+    f"{_TENSOR} | {_tuple(3)}",
 ]  # fmt: skip
 
 

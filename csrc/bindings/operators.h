@@ -57,6 +57,13 @@ inline std::array<SymInt, 2> max_logits_sizes(const Tensor& q, const PackTensors
   return {pack.exists() ? pack.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0), q.sym_size(-2)};
 }
 
+// The kernels of slopes and dropout do not find the largest logits.
+inline void check_max_logits(const Tensor& q, const ScoreArguments& scores, double dropout_p) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda() || !(scores.alibi_slopes || dropout_p != 0),
+                              "return_max_logits must be False with ", scores.alibi_slopes ? "alibi_slopes" : "dropout",
+                              " on a GPU, got True");
+}
+
 // Whether every sum is over nothing.
 inline bool is_empty(const Tensor& q, const Tensor& k, const PackTensors& pack) {
   return k.numel() == 0 || !has_queries(q, pack);
@@ -183,6 +190,7 @@ Result forward(const Tensor& q, const Tensor& k, const Tensor& v, const PackTens
   check_columns(columns, q, k, pack, mask, scores, dropout.p);
   std::optional<Tensor> max_logits;
   if constexpr (kHasMaxLogits<Result>) {
+    check_max_logits(q, scores, dropout.p);
     max_logits = at::full_symint(max_logits_sizes(q, pack), -std::numeric_limits<double>::infinity(),
                           q.options().dtype(at::kFloat));
   }

@@ -48,7 +48,7 @@ class Consumer {
   __device__ void run() {
     Output out;
     PackedScores p;
-    OnlineSoftmax softmax(params_.score);
+    Softmax softmax(params_.score);
     // `rows` are those of the previous tile. If `pending`, they have yet to be stored, and if they see keys, their last
     // P awaits its product with V.
     Rows rows{};
@@ -67,7 +67,7 @@ class Consumer {
       } else {
         if (pending) { end_rows(out, p, softmax, rows, q_.previous()); }
         if (end == kNoMoreTiles) { break; }
-        softmax = OnlineSoftmax(params_.score);
+        softmax = Softmax(params_.score);
         clear(out);
         if (next.kv.count > 0) {
           begin(p, softmax, next);
@@ -110,6 +110,7 @@ class Consumer {
   using BitsRead = std::conditional_t<Score::kDrops, typename Bits::Read, Empty>;
   using HiddenKeys = HiddenOfWarp<Variant::kKey>;
   using Rows = WarpgroupRows<Variant>;
+  using Softmax = OnlineSoftmax<Variant::kFindsLargest>;
   using QuerySlot = RingIndex<Variant::kQueryStages>;
 
   // The shuffle tells the compiler that all that follows from the value is uniform.
@@ -142,7 +143,7 @@ class Consumer {
   // Between two of the following functions no product is in flight, so that ptxas can trace each product to its wait.
 
   // Computes the first scores of `rows`.
-  __device__ __forceinline__ void begin(PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
+  __device__ __forceinline__ void begin(PackedScores& p, Softmax& softmax, const Rows& rows) {
     Scores s;
     const bool passes_together = passes_many(rows.passed_before);
     if (passes_together) {
@@ -165,7 +166,7 @@ class Consumer {
   }
 
   // Walks all KV tiles but the first in this order, which is the last of the sequence.
-  __device__ __forceinline__ void walk(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
+  __device__ __forceinline__ void walk(Output& out, PackedScores& p, Softmax& softmax, const Rows& rows) {
     int kv_tile = rows.kv.end() - 1;
     if constexpr (Variant::kHasColumns) {
       while (kv_tile > rows.kv.first) {
@@ -187,7 +188,7 @@ class Consumer {
   }
 
   // The same without columns.
-  __device__ __forceinline__ void walk_range(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
+  __device__ __forceinline__ void walk_range(Output& out, PackedScores& p, Softmax& softmax, const Rows& rows,
                                              int kv_tile) {
     const Range whole = rows.kv_seen_whole(params_);
     const int first_masked_after = max_int(rows.kv.first, whole.end());
@@ -201,7 +202,7 @@ class Consumer {
   }
 
   template <Tile kTile>
-  __device__ __forceinline__ void step(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
+  __device__ __forceinline__ void step(Output& out, PackedScores& p, Softmax& softmax, const Rows& rows,
                                        int kv_tile) {
     Scores s;
     RowStatistic correction;
@@ -231,17 +232,18 @@ class Consumer {
   }
 
   // Crosses from `rows` to `next`: the last product of the former and the first scores of the latter.
-  __device__ __forceinline__ void cross(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
+  __device__ __forceinline__ void cross(Output& out, PackedScores& p, Softmax& softmax, const Rows& rows,
                                         const Rows& next) {
     Scores s;
     pass_keys(next.passed_before);
     wait_for_first_k(next);
     issue_s(s);
     issue_out(out, p);
+    add_largest(softmax, rows, q_.previous());  // no registers hold it beside the next rows'
     wait_products<1>();  // S
     release_k(s);
     make_scores(s, next, next.kv.end() - 1);
-    OnlineSoftmax next_softmax(params_.score);
+    Softmax next_softmax(params_.score);
     exponentiate_first(s, next_softmax, next);
     fence_operand(s);
     wait_for_next_v();
@@ -250,6 +252,7 @@ class Consumer {
     pass_values(rows.passed_after + next.passed_before);
     store(out, softmax, rows, q_.previous());
     softmax = next_softmax;
+    if constexpr (Variant::kFindsLargest) { softmax.restore_reference(); }
     softmax.set_limits(finds_largest());
     clear(out);
     shared_.v_full[v_.slot()].wait(v_.parity());
@@ -257,7 +260,7 @@ class Consumer {
   }
 
   // The last product of rows that do not cross, if they see a key, and their output.
-  __device__ __forceinline__ void end_rows(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
+  __device__ __forceinline__ void end_rows(Output& out, PackedScores& p, Softmax& softmax, const Rows& rows,
                                            QuerySlot slot_of_rows) {
     if (rows.kv.count > 0) {
       issue_out(out, p);
@@ -268,6 +271,7 @@ class Consumer {
         pass_values(rows.passed_after);
       }
     }
+    add_largest(softmax, rows, slot_of_rows);
     store(out, softmax, rows, slot_of_rows);
   }
 
@@ -392,7 +396,7 @@ class Consumer {
   }
 
   // Leaves the limits of the softmax to the caller: `cross` has no registers for them until the output has been stored.
-  __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) {
+  __device__ __forceinline__ void exponentiate_first(Scores& s, Softmax& softmax, const Rows& rows) {
     const int kv_tile = rows.kv.end() - 1;
     if (hides_part_of_first(rows, kv_tile)) { apply_mask(s, rows, kv_tile); }
     if constexpr (Variant::kHasColumns) {
@@ -424,7 +428,7 @@ class Consumer {
   }
 
   // Hands the rows to the storer and writes the log-sum-exp. `out` is the sum of P V.
-  __device__ __forceinline__ void store(Output& out, OnlineSoftmax& softmax, const Rows& rows,
+  __device__ __forceinline__ void store(Output& out, Softmax& softmax, const Rows& rows,
                                         QuerySlot slot_of_rows) const {
     const AnnouncedTile& tile = shared_.tile(slot_of_rows);
     const int thread = thread_anew();
@@ -435,7 +439,6 @@ class Consumer {
     };
     const auto head = [&](int row) { return Rows::head(params_, tile.head_group, thread, row); };
     static_assert(kRowsPerThread == 2);
-    if (finds_largest()) { add_largest(softmax, rows, tile, thread); }
     softmax.normalize(params_.sinks, {head(0), head(1)}, inverse_sum, lse);
     if constexpr (Score::kDrops) {
       for (float& x : inverse_sum) { x *= params_.dropout.scale; }
@@ -473,10 +476,15 @@ class Consumer {
     if constexpr (!Variant::kOutputInValues) { shared_.q_empty[slot_of_rows.slot()].arrive(); }
   }
 
-  __device__ __forceinline__ bool finds_largest() const { return params_.largest.of_heads != nullptr; }
+  __device__ __forceinline__ bool finds_largest() const {
+    return Variant::kFindsLargest && params_.largest.of_heads != nullptr;
+  }
 
-  __device__ __forceinline__ void add_largest(const OnlineSoftmax& softmax, const Rows& rows, const AnnouncedTile& tile,
-                                              int thread) const {
+  __device__ __forceinline__ void add_largest(const Softmax& softmax, const Rows& rows,
+                                              QuerySlot slot_of_rows) const {
+    if (!finds_largest()) { return; }
+    const AnnouncedTile& tile = shared_.tile(slot_of_rows);
+    const int thread = thread_anew();
     RowStatistic largest;
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {

@@ -22,6 +22,8 @@ __device__ __forceinline__ float across_row(float x, Operation operation) {
 // Minus zero: as a factor it acts like zero, and it is no power of two, so that it marks rows that have summed nothing.
 constexpr float kNothingSummed = -0.f;
 
+// kFindsLargest: whether calls may ask for the largest scores.
+template <bool kFindsLargest>
 class OnlineSoftmax {
  public:
   explicit __device__ __forceinline__ OnlineSoftmax(const ScoreParams& params)
@@ -32,6 +34,15 @@ class OnlineSoftmax {
   __device__ __forceinline__ void start(const float (&s)[kSize]) {
     RowStatistic correction;
     move(s, correction);
+  }
+
+  // Computes the reference that `start` has set once more, so that no register holds it between the two.
+  __device__ __forceinline__ void restore_reference() {
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      opaque(largest_[row]);
+      set_reference(row, __fmul_rn(__int_as_float(largest_[row]), scale_log2_));
+    }
   }
 
   // Has the reference follow the scores of a further tile, before they are exponentiated. `correction` is the factor
@@ -155,6 +166,7 @@ class OnlineSoftmax {
         largest_[row] = int(min(uint32_t(largest_[row]), max(smallest[row], kNoSign + 1)));
       }
     } else {
+      if constexpr (!kFindsLargest) { largest_[0] = largest_[1] = INT_MIN; }
       fold_bits(largest_, s, ptx::max3);
       may = largest_[0] >= int(limit_[0]) || largest_[1] >= int(limit_[1]);
     }
@@ -170,7 +182,9 @@ class OnlineSoftmax {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       largest[row] = across_row(largest[row], [](float a, float b) { return fmaxf(a, b); });
-      largest_[row] = __float_as_int(fmaxf(__int_as_float(largest_[row]), largest[row]));
+      if constexpr (kFindsLargest) {
+        largest_[row] = __float_as_int(fmaxf(__int_as_float(largest_[row]), largest[row]));
+      }
       // Rounded before the subtraction, not fused into it, so that a row whose reference stays gets a correction of
       // exactly 1.
       largest[row] = __fmul_rn(largest[row], scale_log2_);
@@ -178,13 +192,16 @@ class OnlineSoftmax {
       // True for the first score, and for NaN.
       const bool moves = !(largest[row] - before <= kSlack);
       const float after = moves ? largest[row] : before;
-      offset_[row] = after == -INFINITY ? INFINITY : after == INFINITY ? NAN : after;
+      set_reference(row, after);
       correction[row] = before == -INFINITY ? kNothingSummed : ptx::exp2_approx(before - offset_[row]);
       corrects |= moves;
     }
     return __any_sync(0xffffffff, corrects);
   }
 
+  __device__ __forceinline__ void set_reference(int row, float x) {
+    offset_[row] = x == -INFINITY ? INFINITY : x == INFINITY ? NAN : x;
+  }
   __device__ __forceinline__ float reference(int row) const {
     return offset_[row] == INFINITY ? -INFINITY : offset_[row];
   }

@@ -67,6 +67,9 @@ void make_tensor_maps(const ForwardArguments& a, const ForwardKernel& kernel, fo
 }  // namespace
 
 ForwardPlan plan_forward(const ForwardArguments& call) {
+  if (call.max_logits && (call.drops() || call.alibi_slopes)) {
+    throw std::runtime_error("dash_attn: no kernel finds the largest logits beside dropout or slopes");
+  }
   ForwardPlan plan{};
   ForwardArguments& a = plan.call = call;
   a.mask = kernel_mask(call, call.pages.exists());
