@@ -476,28 +476,22 @@ class Consumer {
     if constexpr (!Variant::kOutputInValues) { shared_.q_empty[slot_of_rows.slot()].arrive(); }
   }
 
-  __device__ __forceinline__ bool finds_largest() const {
-    return Variant::kFindsLargest && params_.largest.of_heads != nullptr;
-  }
+  __device__ __forceinline__ bool finds_largest() const { return Variant::kFindsLargest && params_.largest.of_heads; }
 
   __device__ __forceinline__ void add_largest(const Softmax& softmax, const Rows& rows,
                                               QuerySlot slot_of_rows) const {
     if (!finds_largest()) { return; }
     const AnnouncedTile& tile = shared_.tile(slot_of_rows);
     const int thread = thread_anew();
-    RowStatistic largest;
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const bool exists = rows.position(params_, thread, row) < rows.sequence.seqlen_q;
-      largest[row] = exists ? softmax.largest(row) : -INFINITY;
-    }
-#pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) {
+      const float largest = exists ? softmax.largest(row) : -INFINITY;
       const int head = Rows::head(params_, tile.head_group, thread, row);
       if (params_.scheduler.group_shift == 0) {
-        params_.largest.add_warp(tile.number, head, largest[row]);
+        params_.largest.add_warp(tile.number, head, largest);
       } else {
-        params_.largest.add(tile.number, head, largest[row]);
+        params_.largest.add(tile.number, head, largest);
       }
     }
   }

@@ -78,7 +78,8 @@ ForwardPlan plan_forward(const ForwardArguments& call) {
     const PackRows rows = rows_of_sequences(a);
     // Calls with pages have the tiles of the caller's mask, not those of the window that their kernel sees: heads may
     // share a tile (fixes_rows_of_tiles), so that decoding reads K and V once for all of them.
-    plan.pack_rule = forward_pack_rule(call.pages.exists() ? call.mask : a.mask, rows, a.heads, a.kv_heads, a.head_dims, a.num_sms, a.drops());
+    plan.pack_rule = forward_pack_rule(call.pages.exists() ? call.mask : a.mask, rows, a.heads, a.kv_heads,
+                                       a.head_dims, a.num_sms, a.drops());
     plan.capacity = plan.pack_rule.most(rows);
   }
   forward::KernelParams& params = plan.params;
