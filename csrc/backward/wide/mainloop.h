@@ -183,7 +183,8 @@ class Consumer {
       const Mask mask = Variant::grid(work().sequence, params_.window).mask;
       apply_mask(s, mask, first_query, first_key, thread_);
       if constexpr (Variant::kHasColumns) {
-        hide_keys<Variant::kKey>(s, first_query, hidden_keys_of(params_, work(), first_key), thread_);
+        const HiddenQueries* const keys = hidden_keys_of(params_, work(), first_key);
+        hide_keys(s, hidden_of_warp<Variant::kKey>(first_query, keys, thread_), thread_);
       }
     }
     probabilities(s, statistics_of(shared_.lse[slot], thread_), params_.score.scale_log2);
