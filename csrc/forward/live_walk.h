@@ -31,12 +31,20 @@ struct TilesToWalk {
   uint32_t hidden, masked;  // those with keys that intervals, or the mask in any way, hide from some of the rows
 
   TilesToWalk() = default;
-  // `seen_whole`: without intervals, by the rows.
+  // `seen_whole`: without intervals, by the rows. One lane reads the word, which is the one that releases K with it:
+  // racecheck follows no other.
   __device__ __forceinline__ TilesToWalk(const WordOfTiles& word, int warpgroup, Range seen_whole)
-      : first(__shfl_sync(0xffffffff, word.first, 0)),
-        live(__shfl_sync(0xffffffff, word.live, 0)),
-        hidden(__shfl_sync(0xffffffff, word.hidden[warpgroup], 0)),
-        masked(hidden | ~bits_between(seen_whole.first - first, seen_whole.end() - first)) {}
+      : first(0), live(0), hidden(0) {
+    if (threadIdx.x % 32 == 0) {
+      first = word.first;
+      live = word.live;
+      hidden = word.hidden[warpgroup];
+    }
+    first = __shfl_sync(0xffffffff, first, 0);
+    live = __shfl_sync(0xffffffff, live, 0);
+    hidden = __shfl_sync(0xffffffff, hidden, 0);
+    masked = hidden | ~bits_between(seen_whole.first - first, seen_whole.end() - first);
+  }
 
   __device__ __forceinline__ int next_tile() const { return first + highest_bit(live); }
   __device__ __forceinline__ bool hides_keys_of_next() const { return hidden >> highest_bit(live) & 1; }
