@@ -21,6 +21,14 @@ PFN_cuTensorMapEncodeTiled_v12000 encode_tiled() {
   return function;
 }
 
+// A thread has no current context before it has called the CUDA runtime for its device: a plan is the first such call
+// of autograd's thread where the allocator had memory at hand.
+void make_context_current() {
+  int device;
+  check_cuda(cudaGetDevice(&device), "asking for the current device");
+  check_cuda(cudaSetDevice(device), "making the device's context current");
+}
+
 constexpr int kElementBytes = 2;
 
 struct Dimension {
@@ -47,9 +55,15 @@ CUtensorMap encode(void* data, Dtype dtype, const Dimension (&dimensions)[kRank]
   const auto type = dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const auto swizzle = dimensions[0].box == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   CUtensorMap map;
-  const CUresult result =
-      encode_tiled()(&map, type, kRank, data, sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                     swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto make = [&] {
+    return encode_tiled()(&map, type, kRank, data, sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                          swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = make();
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {
+    make_context_current();
+    result = make();
+  }
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("dash_attn: cuTensorMapEncodeTiled refused a tensor (CUresult " +
                              std::to_string(int(result)) + ")");
