@@ -21,8 +21,8 @@ PFN_cuTensorMapEncodeTiled_v12000 encode_tiled() {
   return function;
 }
 
-// A thread has no current context before it has called the CUDA runtime for its device: a plan is the first such call
-// of autograd's thread where the allocator had memory at hand.
+// A thread has no current context until it calls the CUDA runtime. Autograd's thread may plan a backward before that,
+// because the allocator reuses memory without calling the runtime.
 void make_context_current() {
   int device;
   check_cuda(cudaGetDevice(&device), "asking for the current device");
