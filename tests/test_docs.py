@@ -95,7 +95,14 @@ def test_usage():
     found = run_blocks(
         "docs/usage.md",
         names | layer | {"dense_input": dense["q"]},
-        [('device="cuda"', 'device="cpu"'), ("torch.manual_seed(0)", ready)],
+        [
+            ('device="cuda"', 'device="cpu"'),
+            ("torch.manual_seed(0)", ready),
+            (
+                "out, max_logits = flash_attn_func",
+                f"{' = '.join('qkv')} = dense_input\nout, max_logits = flash_attn_func",
+            ),
+        ],
     )
     found["out"].sum().backward()
     assert dense["q"].grad.any()

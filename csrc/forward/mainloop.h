@@ -25,6 +25,7 @@
 #include "config.h"
 #include "live_walk.h"
 #include "params.h"
+#include "row_bits.h"
 #include "rows.h"
 #include "score_tile.h"
 #include "softmax.h"
@@ -60,7 +61,7 @@ class Consumer {
         const Sequence sequence = sequence_of_tile();
         next = Rows(params_, sequence, end, consumer_, loaded_tiles(sequence, end), live_tiles_of_rows());
         if constexpr (Score::kHasSlope) { set_slopes(next); }
-        if constexpr (Variant::kKeepsRowOfBits) { next.bits.first = find_row_of_bits(next); }
+        if constexpr (Variant::kKeepsRowOfBits) { next.bits.first = bits().find(next); }
       }
       if (Variant::kCrosses && rows.kv.count > 0 && next.kv.count > 0 && may_cross(rows, next)) {
         cross(out, p, softmax, rows, next);
@@ -106,8 +107,7 @@ class Consumer {
   using Scores = float[kScoreRegisters];
   using PackedScores = uint32_t[kScoreRegisters / 8][4];
   using Output = float[kOutputRegisters];
-  using Bits = dropout::FragmentBits<dropout::FragmentRows::kQueries, Variant::kKey>;
-  using BitsRead = std::conditional_t<Score::kDrops, typename Bits::Read, Empty>;
+  using BitsRead = typename BitsOfRows<Variant>::Read;
   using HiddenKeys = HiddenOfWarp<Variant::kKey>;
   using Rows = WarpgroupRows<Variant>;
   using Softmax = OnlineSoftmax<Variant::kFindsLargest>;
@@ -120,7 +120,6 @@ class Consumer {
     const Sequence& sequence = shared_.tile(q_).sequence;
     return {__shfl_sync(0xffffffff, sequence.seqlen_q, 0), __shfl_sync(0xffffffff, sequence.seqlen_k, 0)};
   }
-
 
   // The KV tiles that are loaded for the query tile. Under a mask by key columns these are their ranks.
   __device__ __forceinline__ Range loaded_tiles(const Sequence& sequence, int end) const {
@@ -153,7 +152,7 @@ class Consumer {
     }
     wait_for_first_k(rows);
     issue_s(s);
-    const BitsRead bits = bits_of_last(rows);
+    const BitsRead bits_read = bits().read_last(rows);
     wait_products<0>();
     release_k(s);
     if (rows.kv.count == 1) { release_q(); }
@@ -162,7 +161,7 @@ class Consumer {
     softmax.set_limits(finds_largest());
     if (!passes_together) { pass_values(rows.passed_before); }
     shared_.v_full[v_.slot()].wait(v_.parity());
-    round_p(p, s, bits, rows.kv.end() - 1);
+    round_p(p, s, bits_read, rows.kv.end() - 1);
   }
 
   // Walks all KV tiles but the first in this order, which is the last of the sequence.
@@ -209,7 +208,7 @@ class Consumer {
     wait_for_k();
     issue_s(s);
     issue_out(out, p);
-    const BitsRead bits = bits_of(rows, kv_tile);
+    const BitsRead bits_read = bits().read(rows, kv_tile);
     [[maybe_unused]] HiddenKeys hidden;
     if constexpr (kTile == Tile::kHidden) { hidden = hidden_keys_of_next(rows); }
     wait_products<1>();  // S
@@ -228,7 +227,7 @@ class Consumer {
     complete_out(out, p);
     if (corrects) { correct_rows(out, correction); }
     if constexpr (Variant::kRoundsBesideExponentials) { softmax.exponentiate(s, corrects, correction); }
-    round_p(p, s, bits, kv_tile);
+    round_p(p, s, bits_read, kv_tile);
   }
 
   // Crosses from `rows` to `next`: the last product of the former and the first scores of the latter.
@@ -248,7 +247,7 @@ class Consumer {
     fence_operand(s);
     wait_for_next_v();
     complete_out(out, p);
-    const BitsRead bits = bits_of_last(next);  // they arrive while the output is stored
+    const BitsRead bits_read = bits().read_last(next);  // they arrive while the output is stored
     pass_values(rows.passed_after + next.passed_before);
     store(out, softmax, rows, q_.previous());
     softmax = next_softmax;
@@ -256,7 +255,7 @@ class Consumer {
     softmax.set_limits(finds_largest());
     clear(out);
     shared_.v_full[v_.slot()].wait(v_.parity());
-    round_p(p, s, bits, next.kv.end() - 1);
+    round_p(p, s, bits_read, next.kv.end() - 1);
   }
 
   // The last product of rows that do not cross, if they see a key, and their output.
@@ -345,44 +344,13 @@ class Consumer {
     }
   }
 
-  // The bits of the query tile's head. With dropout heads are not packed.
-  __device__ __forceinline__ const uint8_t* bits_of_head() const {
-    const AnnouncedTile& tile = shared_.tile(q_);
-    return params_.dropout.of_head(tile.number, tile.head_group);
-  }
+  __device__ __forceinline__ BitsOfRows<Variant> bits() const { return {params_, shared_.tile(q_), thread_}; }
 
-  __device__ __forceinline__ const uint8_t* find_row_of_bits(const Rows& rows) const {
-    return Bits::row_of(params_.dropout, bits_of_head(), rows.first_position, thread_anew());
-  }
-
-  // Called long before the bits are used, because they come from global memory. Every KV tile but the last has all its
-  // keys; the plan of a pack rejects sequences that are longer than the bits. Keys of the last tile may not exist.
-  __device__ __forceinline__ BitsRead bits_of(const Rows& rows, int kv_tile) const {
-    if constexpr (Score::kDrops) {
-      return Bits::read_whole(row_of_bits(rows), kv_tile * Variant::kKey);
-    } else {
-      return {};
-    }
-  }
-  __device__ __forceinline__ BitsRead bits_of_last(const Rows& rows) const {
-    if constexpr (Score::kDrops) {
-      return Bits::read(params_.dropout, row_of_bits(rows), (rows.kv.end() - 1) * Variant::kKey);
-    } else {
-      return {};
-    }
-  }
-
-  __device__ __forceinline__ const uint8_t* row_of_bits(const Rows& rows) const {
-    if constexpr (Variant::kKeepsRowOfBits) {
-      return rows.bits.first;
-    } else {
-      return find_row_of_bits(rows);
-    }
-  }
-
-  __device__ __forceinline__ void round_p(PackedScores& p, const Scores& s, const BitsRead& bits, int kv_tile) const {
+  __device__ __forceinline__ void round_p(PackedScores& p, const Scores& s, const BitsRead& read, int kv_tile) const {
     pack_slices<Element>(p, s);
-    if constexpr (Score::kDrops) { Bits(bits, kv_tile * Variant::kKey).template drop<Element>(p); }
+    if constexpr (Score::kDrops) {
+      typename BitsOfRows<Variant>::Bits(read, kv_tile * Variant::kKey).template drop<Element>(p);
+    }
   }
 
   // Releases Q after the last scores of the tile, unless the output will be staged in its place.
