@@ -102,11 +102,6 @@ __device__ __forceinline__ void discard_l2(void* global) {
   asm volatile("discard.global.L2 [%0], 128;" ::"l"(__cvta_generic_to_global(global)) : "memory");
 }
 
-// 9.7.9.18 "prefetch": brings the cache line of an address into L1.
-__device__ __forceinline__ void prefetch_l1(const void* global) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(global)));
-}
-
 // 9.7.9.25 "cp.async.bulk.prefetch": prefetches `bytes` into L2, without completion. Both the size and the address are
 // multiples of 16.
 __device__ __forceinline__ void bulk_prefetch(const void* global, int bytes) {

@@ -1,5 +1,6 @@
 // The loader: one thread that loads Q, K and V by TMA. It goes through KV tiles from the last to the first, so that
-// masked tiles, which are the last ones, come before the loop.
+// masked tiles, which are the last ones, come before the loop. Where keys lie in pages, the loader is a warp: each lane
+// looks up the page of one box of a KV tile, and one lane does all else.
 //
 //   order of loads in a tile:   Q  K(n-1)   K(n-2)  V(n-1)   K(n-3)  V(n-2)   ...   K(0)  V(1)   V(0)
 //   (the order in which they are used: S runs one step ahead of P V)
@@ -13,15 +14,21 @@
 
 namespace dash_attn::forward {
 
-// Each query tile of the heads that share K and V reads them once. Q is read once in all.
+// Kernels for windows serve calls with pages.
 template <typename Variant>
+constexpr bool kMayHavePages = Variant::kMask == MaskKind::kWindow;
+
+// Each query tile of the heads that share K and V reads them once. Q is read once in all.
+template <typename Variant, bool kHasPages = false>
 class Loader {
  public:
   using Element = typename Variant::Element;
   using Shared = SharedStorage<Variant>;
   using Barrier = TransactionBarrier;
 
-  __device__ Loader(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
+  // `leads`: with pages, whether this lane does what one lane does for its warp.
+  __device__ Loader(Shared& shared, const KernelParams& params, bool leads)
+      : shared_(shared), params_(params), leads_(leads) {}
 
   __device__ void run() {
     const PackView& pack = params_.pack;
@@ -29,25 +36,34 @@ class Loader {
     const int places = pack.is_pack() ? pack.totals->units * scheduler.head_groups : scheduler.num_tiles;
     int round = 0;
     for (int place = blockIdx.x; place < places;) { place = load(tile_at(place), ++round); }
-    announce({kNoMoreTiles}).arrive();
+    Barrier& full = announce({kNoMoreTiles});
+    if (leads()) { full.arrive(); }
   }
 
  private:
   using Swizzle = typename Variant::Swizzle;
   using Ring = RingIndex<Variant::kStages>;
 
+  __device__ __forceinline__ bool leads() const { return !kHasPages || leads_; }
+
   // The place in the list of the CTA's tile number `round`.
   __device__ __forceinline__ int take_place(int round) const {
-    return params_.tiles_taken ? int(gridDim.x) + atomicAdd(params_.tiles_taken, 1)
-                               : round * int(gridDim.x) + int(blockIdx.x);
+    if (!params_.tiles_taken) { return round * int(gridDim.x) + int(blockIdx.x); }
+    int taken = 0;
+    if (leads()) { taken = atomicAdd(params_.tiles_taken, 1); }
+    if constexpr (kHasPages) { taken = __reduce_add_sync(0xffffffff, taken); }  // from the lane that leads
+    return int(gridDim.x) + taken;
   }
 
   struct Tile : AnnouncedTile {
     RowOrigin key_rows;
   };
 
-  // Kernels for windows serve calls with pages.
-  static constexpr bool kMayHavePages = Variant::kMask == MaskKind::kWindow;
+  // A KV tile, and with pages the rows of the lane's box.
+  struct KeyTile {
+    int number;
+    std::conditional_t<kHasPages, RowOrigin, Empty> box;
+  };
 
   __device__ __forceinline__ Tile tile_at(int place) const {
     const PackView& pack = params_.pack;
@@ -72,7 +88,7 @@ class Loader {
   // Announces the tile to the other warps. They read it when the barrier that is returned has completed.
   __device__ __forceinline__ Barrier& announce(const AnnouncedTile& tile) {
     shared_.q_empty[q_.slot()].wait(q_.empty_parity());
-    shared_.tile(q_) = tile;
+    if (leads()) { shared_.tile(q_) = tile; }
     return shared_.q_full[q_.slot()];
   }
 
@@ -87,19 +103,21 @@ class Loader {
     const bool k_first = Variant::kQueryStages == 1 && kv_tiles.count > 0;
     if (!k_first) { load_q(tile); }
     if (kv_tiles.count == 0) { return take_place(next_round); }
-    int kv_tile = kv_tiles.end() - 1;
-    prefetch_bits(tile, kv_tile);
+    KeyTile kv_tile = find(kv_tiles.end() - 1, tile);
+    prefetch_bits(tile, kv_tile.number);
     load_k(kv_tile, kv_head, tile);
     if (k_first) { load_q(tile); }
 #pragma unroll 1
-    for (; kv_tile > kv_tiles.first; --kv_tile) {
-      prefetch_bits(tile, kv_tile - 1);
-      load_k(kv_tile - 1, kv_head, tile);
+    while (kv_tile.number > kv_tiles.first) {
+      const KeyTile next = find(kv_tile.number - 1, tile);
+      prefetch_bits(tile, next.number);
+      load_k(next, kv_head, tile);
       load_v(kv_tile, kv_head, tile);
+      kv_tile = next;
     }
-    const int next = take_place(next_round);
+    const int next_place = take_place(next_round);
     load_v(kv_tile, kv_head, tile);
-    return next;
+    return next_place;
   }
 
   // The same under a mask by key columns, in the same order.
@@ -110,11 +128,11 @@ class Loader {
     const bool k_first = Variant::kQueryStages == 1 && walk.left() > 0;
     if (!k_first) { load_q(tile); }
     if (walk.left() == 0) { return take_place(next_round); }
-    int kv_tile = load_next_k(walk, kv_head, tile);
+    KeyTile kv_tile = load_next_k(walk, kv_head, tile);
     if (k_first) { load_q(tile); }
 #pragma unroll 1
     while (walk.left() > 0) {
-      const int next = load_next_k(walk, kv_head, tile);
+      const KeyTile next = load_next_k(walk, kv_head, tile);
       load_v(kv_tile, kv_head, tile);
       kv_tile = next;
     }
@@ -129,11 +147,11 @@ class Loader {
     return params_.pack.is_pack() ? tile.key_rows.outer - seqlen_k : tile.number * seqlen_k;
   }
 
-  // Returns the number of the KV tile.
-  __device__ __forceinline__ int load_next_k(LiveWalk& walk, int kv_head, const Tile& tile) {
+  // Returns the KV tile.
+  __device__ __forceinline__ KeyTile load_next_k(LiveWalk& walk, int kv_head, const Tile& tile) {
     shared_.k_empty[k_.slot()].wait(k_.empty_parity());
     // Read when K has arrived.
-    const int kv_tile = walk.next([&](const WordOfTiles& word) { shared_.columns.words[k_.slot()] = word; });
+    const KeyTile kv_tile{walk.next([&](const WordOfTiles& word) { shared_.columns.words[k_.slot()] = word; })};
     load_k(kv_tile, kv_head, tile);
     return kv_tile;
   }
@@ -145,6 +163,7 @@ class Loader {
     }
     Element* rows = shared_.q[q_.slot()];
     q_ = q_.next();
+    if (!leads()) { return; }
     const int warpgroups = warpgroups_with_rows(params_, tile.end);
     full.arrive_and_expect_tx(warpgroups * kWarpgroupRows * Variant::kQkDim * sizeof(Element));
 #pragma unroll 1
@@ -168,13 +187,13 @@ class Loader {
     }
   }
 
-  __device__ __forceinline__ void load_k(int kv_tile, int kv_head, const Tile& tile) {
+  __device__ __forceinline__ void load_k(const KeyTile& kv_tile, int kv_head, const Tile& tile) {
     shared_.k_empty[k_.slot()].wait(k_.empty_parity());
     load_key_tile<Variant::kQkDim>(params_.k, shared_.k_full[k_.slot()], shared_.k[k_.slot()], kv_tile, kv_head, tile);
     k_ = k_.next();
   }
 
-  __device__ __forceinline__ void load_v(int kv_tile, int kv_head, const Tile& tile) {
+  __device__ __forceinline__ void load_v(const KeyTile& kv_tile, int kv_head, const Tile& tile) {
     if constexpr (Variant::kOutputInValues) {
       // The outputs of the previous query tile: q_ is one ahead.
       for (auto& left : shared_.out_left) { left.wait(q_.previous().empty_parity()); }
@@ -185,51 +204,52 @@ class Loader {
     v_ = v_.next();
   }
 
-  template <int kColumns>
-  __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* place, int kv_tile,
-                                                int kv_head, const Tile& tile) {
-    full.arrive_and_expect_tx(Variant::kKey * kColumns * sizeof(Element));
-    if constexpr (kMayHavePages) {
-      if (params_.pages.exists()) { return load_key_pages<kColumns>(map, full, place, kv_tile, kv_head, tile); }
+  // With pages, reads the page table, from global memory: called long before the rows are needed.
+  __device__ __forceinline__ KeyTile find(int kv_tile, const Tile& tile) const {
+    if constexpr (kHasPages) {
+      const int lane = int(threadIdx.x) % 32;
+      if (lane >= kBoxes) { return {kv_tile}; }
+      const int key = kv_tile * Variant::kKey + lane * PageTable::kBoxRows;
+      return {kv_tile, params_.pages.box(tile.number, key, tile.sequence.seqlen_k - key)};
+    } else {
+      return {kv_tile};
     }
-    load_tile<Swizzle, Variant::kKey, kColumns>(map, full, place, tile.key_rows, kv_tile * Variant::kKey, kv_head,
-                                                kKeepInL2);
   }
 
   template <int kColumns>
-  __device__ __forceinline__ void load_key_pages(const CUtensorMap& map, Barrier& full, Element* place, int kv_tile,
-                                                 int kv_head, const Tile& tile) {
-    constexpr int kBoxRows = PageTable::kBoxRows;
-    static_assert(Variant::kKey % kBoxRows == 0);
-    const PageTable& table = params_.pages;
-    const int* const page_numbers = table.page_numbers(tile.number);
-    const int first_key = kv_tile * Variant::kKey;
-    PageTable::Place place_of_box = table.place_of(first_key);
-    // Tiles are loaded from the last to the first. The numbers of earlier pages come into L1 meanwhile: at the least,
-    // where pages are smallest, those of the tile after the next one.
-    ptx::prefetch_l1(page_numbers + max_int(0, place_of_box.page - 2 * Variant::kKey / kBoxRows));
-    constexpr int kTogether = 4;  // boxes whose page numbers are read at once
+  __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* place,
+                                                const KeyTile& kv_tile, int kv_head, const Tile& tile) {
+    if (leads()) { full.arrive_and_expect_tx(Variant::kKey * kColumns * sizeof(Element)); }
+    if constexpr (kHasPages) {
+      load_boxes<kColumns>(map, full, place, kv_tile.box, kv_head);
+    } else {
+      load_tile<Swizzle, Variant::kKey, kColumns>(map, full, place, tile.key_rows, kv_tile.number * Variant::kKey,
+                                                  kv_head, kKeepInL2);
+    }
+  }
+
+  static constexpr int kBoxes = Variant::kKey / PageTable::kBoxRows;
+  static_assert(!kHasPages || Variant::kKey % PageTable::kBoxRows == 0);
+
+  // `of_lane`: the rows of box number `lane`.
+  template <int kColumns>
+  __device__ __forceinline__ void load_boxes(const CUtensorMap& map, Barrier& full, Element* place,
+                                             const RowOrigin& of_lane, int kv_head) {
 #pragma unroll
-    for (int first_row = 0; first_row < Variant::kKey; first_row += kTogether * kBoxRows) {
-      constexpr auto boxes_from = [](int row) { return min_int(kTogether, (Variant::kKey - row) / kBoxRows); };
-      RowOrigin boxes[kTogether];
+    for (int i = 0; i < kBoxes; ++i) {
+      const int first = __shfl_sync(0xffffffff, of_lane.first, i), outer = __shfl_sync(0xffffffff, of_lane.outer, i);
+      if (!leads()) { continue; }
 #pragma unroll
-      for (int i = 0; i < boxes_from(first_row); ++i, place_of_box = table.next_box(place_of_box)) {
-        boxes[i] = table.box(page_numbers, place_of_box, tile.sequence.seqlen_k - first_key - first_row - i * kBoxRows);
-      }
-#pragma unroll
-      for (int i = 0; i < boxes_from(first_row); ++i) {
-#pragma unroll
-        for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
-          ptx::load_box(place + column * Variant::kKey + (first_row + i * kBoxRows) * Swizzle::kColumns, map,
-                        {column, kv_head, boxes[i].first, boxes[i].outer, boxes[i].wrap}, &full, kKeepInL2);
-        }
+      for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
+        ptx::load_box(place + column * Variant::kKey + i * PageTable::kBoxRows * Swizzle::kColumns, map,
+                      {column, kv_head, first, outer, RowOrigin::kRaggedRows}, &full, kKeepInL2);
       }
     }
   }
 
   Shared& shared_;
   const KernelParams& params_;
+  const bool leads_;
   RingIndex<Variant::kQueryStages> q_;
   Ring k_, v_;
   std::conditional_t<Variant::kHasColumns, ColumnsOfTile, Empty> announced_;  // with the next query tile

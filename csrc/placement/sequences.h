@@ -46,30 +46,12 @@ struct PageTable {
   // Keys that a sequence has room for; fewer than kUnbounded.
   DASH_HOST_DEVICE constexpr int capacity() const { return max_pages * page_rows; }
 
-  // A key's page among those of its sequence, and its row of that page.
-  struct Place {
-    int page, row;
-  };
-  DASH_HOST_DEVICE constexpr Place place_of(int key) const {
-    int const page = key / page_rows;
-    return {page, key - page * page_rows};
-  }
-  // The place of the key kBoxRows after a multiple of kBoxRows.
-  DASH_HOST_DEVICE constexpr Place next_box(Place place) const {
-    int const row = place.row + kBoxRows;
-    return row < page_rows ? Place{place.page, row} : Place{place.page + 1, 0};
-  }
-
-  DASH_HOST_DEVICE constexpr int const* page_numbers(int sequence) const {
-    return pages + int64_t{sequence} * max_pages;
-  }
-
-  // The origin of the keys from `place` on, of which the sequence has `keys_left`. Keys past the sequence's end read as
-  // zeros, and the pages that these would be in are not looked up.
-  DASH_HOST_DEVICE constexpr RowOrigin box(int const* page_numbers, Place place, int keys_left) const {
+  // The origin of the kBoxRows keys of a sequence from `key` on, of which there are `keys_left`. Keys past the
+  // sequence's end read as zeros, and the pages that these would be in are not looked up.
+  DASH_HOST_DEVICE constexpr RowOrigin box(int sequence, int key, int keys_left) const {
     if (keys_left <= 0) return RowOrigin::of(true, 0, 0);
-    int const rows_of_box = min_int(keys_left, kBoxRows);
-    int const row = page_numbers[place.page] * page_distance + place.row;
+    int const page = key / page_rows, rows_of_box = min_int(keys_left, kBoxRows);
+    int const row = pages[int64_t{sequence} * max_pages + page] * page_distance + key - page * page_rows;
     return RowOrigin::of(true, row + rows_of_box, rows_of_box);
   }
 };
