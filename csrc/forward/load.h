@@ -51,7 +51,7 @@ class Loader {
     if (!params_.tiles_taken) { return round * int(gridDim.x) + int(blockIdx.x); }
     int taken = 0;
     if (leads()) { taken = atomicAdd(params_.tiles_taken, 1); }
-    if constexpr (kHasPages) { taken = __reduce_add_sync(0xffffffff, taken); }  // from the lane that leads
+    if constexpr (kHasPages) { taken = int(__reduce_max_sync(0xffffffff, uint32_t(taken))); }  // the leading lane's
     return int(gridDim.x) + taken;
   }
 
