@@ -276,11 +276,11 @@ FAULTS = [
     ("192x128", "forward/load.h", "shared_.out_left) { left.wait", "shared_.out_left) { if (false) left.wait",
      WRONG, dict(seqlen_q=384, seqlen_k=400, heads=4, sms=1)),
     # Bits of dropout read behind the last block.
-    ("128", "forward/mainloop.h", "read(params_.dropout, row_of_bits(rows), (", "read_whole(row_of_bits(rows), (",
+    ("128", "forward/row_bits.h", "read(params.dropout, found(rows), (", "read_whole(found(rows), (",
      "a load of what is not there", dict(seqlen_q=250, dropout=0.25)),
     # P that changes while its product reads it.
     ("192", "forward/mainloop.h", "    complete_out(out, p);\n    if (corrects)",
-     "    round_p(p, s, bits, kv_tile);\n    complete_out(out, p);\n    if (corrects)",
+     "    round_p(p, s, bits_read, kv_tile);\n    complete_out(out, p);\n    if (corrects)",
      "a register changed", dict(seqlen_q=300)),
 ]  # fmt: skip
 

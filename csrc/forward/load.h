@@ -26,9 +26,7 @@ class Loader {
   using Shared = SharedStorage<Variant>;
   using Barrier = TransactionBarrier;
 
-  // `leads`: with pages, whether this lane does what one lane does for its warp.
-  __device__ Loader(Shared& shared, const KernelParams& params, bool leads)
-      : shared_(shared), params_(params), leads_(leads) {}
+  __device__ Loader(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
 
   __device__ void run() {
     const PackView& pack = params_.pack;
@@ -44,14 +42,15 @@ class Loader {
   using Swizzle = typename Variant::Swizzle;
   using Ring = RingIndex<Variant::kStages>;
 
-  __device__ __forceinline__ bool leads() const { return !kHasPages || leads_; }
+  // With pages, whether this lane does what one lane does for its warp.
+  static __device__ __forceinline__ bool leads() { return !kHasPages || threadIdx.x % 32 == 0; }
 
   // The place in the list of the CTA's tile number `round`.
   __device__ __forceinline__ int take_place(int round) const {
     if (!params_.tiles_taken) { return round * int(gridDim.x) + int(blockIdx.x); }
     int taken = 0;
     if (leads()) { taken = atomicAdd(params_.tiles_taken, 1); }
-    if constexpr (kHasPages) { taken = int(__reduce_max_sync(0xffffffff, uint32_t(taken))); }  // the leading lane's
+    if constexpr (kHasPages) { taken = __shfl_sync(0xffffffff, taken, 0); }
     return int(gridDim.x) + taken;
   }
 
@@ -249,7 +248,6 @@ class Loader {
 
   Shared& shared_;
   const KernelParams& params_;
-  const bool leads_;
   RingIndex<Variant::kQueryStages> q_;
   Ring k_, v_;
   std::conditional_t<Variant::kHasColumns, ColumnsOfTile, Empty> announced_;  // with the next query tile
