@@ -121,7 +121,7 @@ def flash_attn_func(
             than "auto" and "descending". Default: none.
         return_max_logits: also return the largest logit of each head (the maximum that QK-clip of MuonClip needs), as a
             last element of the result. The forward finds it in the same pass. Not with DTensors, under transforms of
-            torch.func or, on a GPU, with dropout or alibi_slopes. Default: no.
+            torch.func or, on a GPU, with dropout, softcap or alibi_slopes. Default: no.
 
     Flags may be Python or numpy bools, 0 or 1.
 

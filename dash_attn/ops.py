@@ -33,7 +33,7 @@ of a sequence is a tree that only the sequence's length determines; the sequence
 
 Largest logits. max_logits, fp32 (batch, heads), has the largest score of each sequence's query heads, without sinks. It
 is -inf if no query of the sequence sees a key, and NaN if a score is NaN or +inf. It has no gradient. On a GPU it
-excludes dropout and alibi_slopes.
+excludes dropout, a softcap and alibi_slopes.
 
 Masks by key columns. startend_row_indices, int32 (batch, 1 or kv_heads, seqlen_k, n) or (1 or kv_heads, total_k, n)
 with any strides, hides query rows of each key in addition to the mask (`dash_attn.masks` has the rule). Both passes

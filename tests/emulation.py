@@ -47,7 +47,7 @@ def kernel_of(call: dict[str, object]) -> str:
     """The C++ types of the one kernel that serves a call."""
     dtype = {"bf16": "BFloat16", "fp16": "Float16"}[call.get("dtype", "bf16")]
     mask = {"full": "Full", "causal": "Causal", "window": "Windowed"}[call.get("mask", "full")]
-    if "columns" in call:
+    if "columns" in call or "max_logits" in call:
         mask = "Columns"
     score = "Dropout" if "dropout" in call else "Plain"
     policy = {"shift": "Shift", "order_free": "OrderFree"}.get(call.get("schedule"), "Ordered")

@@ -53,7 +53,8 @@ DECISIONS = [
 
 def check_against_deciding(programs, deciding_program, **call):
     # One machine says what all machines say: its bits are compared with those that several have. The largest logits,
-    # whose digest comes last, take more steps that look for the largest score, and change no other bits.
+    # whose digest comes last, take another kernel and more steps that look for the largest score, but change no other
+    # bits.
     outputs = check(programs["128"], **call)
     if "slopes" in call:  # whose kernels do not find the largest logits
         assert outputs == emulation.check(deciding_program, MACHINES[:1], **call)
@@ -202,14 +203,14 @@ def test_products_of_features(programs, number):
     check(programs[choose(*ROWS)], **call)
 
 
-# Under a window many rows see no key of their first tile, and heads share tiles where queries are few.
+# Under a window many rows see no key of their first tile. Where queries are few, heads share tiles in the calls without
+# the largest logits.
 MAX_LOGITS = [
     dict(seqlen_q=300, seqlen_k=333, heads=2), dict(mask="causal", seqlen_q=257, seqlen_k=100),
     dict(mask="causal", batch=2, seqlen_q=20, seqlen_k=300, heads=16, kv_heads=2),
     dict(mask="window", left=70, right=5, seqlen_q=300, seqlen_k=280, heads=4, kv_heads=2),
     dict(mask="causal", pack="130:250,5:400,200:0,0:7,64:64,1:129", heads=2, kv_heads=1),
-    dict(pack="1:250,5:400,3:0,200:210", heads=4, kv_heads=2, page_rows=16),
-    dict(mask="window", left=90, right=20, seqlen_q=200, seqlen_k=260, heads=2, softcap=1),
+    dict(mask="window", left=90, right=20, chunk=128, pack="1:250,5:400,3:0,200:210", heads=4, kv_heads=2),
     dict(mask="causal", seqlen_q=200, seqlen_k=260, heads=2, sinks=1),
     dict(mask="causal", columns="documents", seqlen_q=300),
     dict(mask="causal", seqlen_q=300, infinite_key=0, infinite_keys=200),
@@ -220,7 +221,9 @@ MAX_LOGITS = [
 
 @pytest.mark.parametrize("row, call", [(row, call) for row in ROWS for call in MAX_LOGITS], ids=str)
 def test_largest_logits(programs, row, call):
-    check(programs[row], max_logits=1, **call)
+    outputs = check(programs[row], **call)
+    with_max_logits = check(programs[row], max_logits=1, **call)
+    assert with_max_logits.startswith(outputs) and len(with_max_logits) > len(outputs)
 
 
 NOBODY, WRONG = "nobody can go on", " is "
@@ -247,8 +250,8 @@ FAULTS = [
     ("128", "forward/softmax.h", "stays_below = reference(row) + kSlack;", "stays_below = reference(row) + 64.f;",
      WRONG, dict(seqlen_q=300, scale=4, dtype="fp16")),
     # The limit of a thread's other row.
-    ("128", "forward/softmax.h", "largest_[0] >= int(limit_[0]) || largest_[1] >= int(limit_[1])",
-     "largest_[0] >= int(limit_[0])", WRONG,
+    ("128", "forward/softmax.h", "largest[0] >= int(limit_[0]) || largest[1] >= int(limit_[1])",
+     "largest[0] >= int(limit_[0])", WRONG,
      dict(seqlen_q=300, scale=4, dtype="fp16")),
     # Scores below zero, whose bits are not in their order.
     ("128", "forward/softmax.h", "may = smallest[0] <= limit_[0] || smallest[1] <= limit_[1]", "may = false", WRONG,
@@ -257,10 +260,13 @@ FAULTS = [
     ("128", "forward/softmax.h", "for (uint32_t& limit : limit_) { limit = max(limit, kNoSign); }", "", WRONG,
      BOTH_WAYS | dict(climb_from=-8000, seqlen_q=200, seqlen_k=420, dtype="fp16")),
     # Largest logits below zero, which the signed comparison loses, and those of rows that are of no sequence.
-    ("128", "forward/softmax.h", "finds_largest && (largest_[0] < 0 || largest_[1] < 0)", "false", WRONG,
+    ("128", "forward/softmax.h", "finds_largest && (largest_.of[0] < 0 || largest_.of[1] < 0)", "false", WRONG,
      BELOW_ZERO | dict(seqlen_q=70, seqlen_k=300, climb_from=-100, climb=0, max_logits=1)),
     ("128", "forward/mainloop.h", "exists ? softmax.largest(row) : -INFINITY", "softmax.largest(row)", WRONG,
      BELOW_ZERO | dict(pack="10:300,20:300", climb_from=-100, climb=0, max_logits=1)),
+    # A call without columns whose rows with scores of -inf alone count as rows that see no key.
+    ("128", "forward/mainloop.h", "if (params_.columns.hide_keys) { return", "{ return", WRONG,
+     dict(mask="causal", seqlen_q=300, infinite_key=0, infinite_keys=200, max_logits=1)),
     # What a row summed before its first key is multiplied, not replaced.
     ("128", "forward/softmax.h", "__float_as_uint(factor) == __float_as_uint(kNothingSummed)", "false", WRONG,
      dict(mask="causal", seqlen_q=300, nan_value=256, nan_values=44)),

@@ -57,10 +57,13 @@ inline std::array<SymInt, 2> max_logits_sizes(const Tensor& q, const PackTensors
   return {pack.exists() ? pack.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0), q.sym_size(-2)};
 }
 
-// The kernels of slopes and dropout do not find the largest logits.
+// The kernels of slopes, softcaps and dropout do not find the largest logits.
 inline void check_max_logits(const Tensor& q, const ScoreArguments& scores, double dropout_p) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda() || !(scores.alibi_slopes || dropout_p != 0),
-                              "return_max_logits must be False with ", scores.alibi_slopes ? "alibi_slopes" : "dropout",
+  const char* const excluded = scores.alibi_slopes  ? "alibi_slopes"
+                               : scores.softcap > 0 ? "softcap"
+                               : dropout_p != 0     ? "dropout"
+                                                    : nullptr;
+  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda() || !excluded, "return_max_logits must be False with ", excluded,
                               " on a GPU, got True");
 }
 

@@ -23,8 +23,8 @@ static_assert(has_a_thread_for_each_key({64, 64}) && has_a_thread_for_each_key({
 
 struct PlanParams {
   // startend_row_indices of the caller, in elements. A pack's begin with the first row of all.
-  const int* bounds;
-  int per_key;
+  const int* bounds;  // null for a mask that hides nothing
+  int per_key;        // 0 for such a mask
   int64_t batch_stride, head_stride;
   bool causal;
 

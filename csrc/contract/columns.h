@@ -43,11 +43,13 @@ struct alignas(16) HiddenQueries {
   }
 };
 
-// FlashMask's startend_row_indices of a key: `per_key` bounds, to which the flag `causal` gives their meaning.
+// FlashMask's startend_row_indices of a key: `per_key` bounds, to which the flag `causal` gives their meaning. Without
+// bounds, a key hides no query.
 DASH_HOST_DEVICE constexpr HiddenQueries hidden_queries(const int* bounds, int per_key, bool causal, int seqlen_q) {
   const auto interval = [=](int first, int end) {
     return QueryInterval::between(max_int(0, first), min_int(end, seqlen_q));
   };
+  if (per_key == 0) return {{interval(0, 0), interval(0, 0)}};
   if (per_key == 1) return {{interval(bounds[0], seqlen_q), interval(0, 0)}};
   if (per_key == 4) return {{interval(bounds[0], bounds[1]), interval(bounds[2], bounds[3])}};
   if (causal) return {{interval(bounds[0], bounds[1]), interval(0, 0)}};

@@ -76,9 +76,8 @@ struct Variant {
   // products of the others run meanwhile. With two, a consumer computes its exponentials while its own P V runs.
   static constexpr bool kRoundsBesideExponentials = kConsumers == 3;
 
-  // Whether a call may ask for the largest logits. Beside slopes and the places of bits of dropout there are no
-  // registers for them.
-  static constexpr bool kFindsLargest = Score::kKind == ScoreKind::kPlain || Score::kKind == ScoreKind::kSoftcap;
+  // Whether a call may ask for the largest logits. Finding them costs every call of a kernel, so only this kernel does.
+  static constexpr bool kFindsLargest = kHasColumns;
 
   // Whether a thread keeps the address of its bits of dropout. There are no registers for it beside 256 columns of
   // output, nor, with three consumers, beside the places of the outputs.

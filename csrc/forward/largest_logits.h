@@ -11,11 +11,14 @@ struct LargestLogits {
   float scale;      // turns a score into a logit
   int heads;
 
-  // Takes a warp's largest scores of one head of a sequence. Called by whole warps.
+  // Takes the scores of a warp's rows, which are of one head of a sequence. Called by whole warps.
   __device__ __forceinline__ void add_warp(int sequence, int head, float score) const {
     const uint32_t largest = __reduce_max_sync(0xffffffff, ordered(score));
     if (threadIdx.x % 32 == 0) { add(sequence, head, from_ordered(largest)); }
   }
+
+ private:
+  static constexpr uint32_t kSign = 0x80000000;
 
   // Floats without a sign keep their order as signed integers and lie above all with one; those are in reverse order as
   // unsigned integers and lie above all without one. NaN, which has no sign here, is above all others.
@@ -28,9 +31,6 @@ struct LargestLogits {
       atomicMax(reinterpret_cast<int*>(place), int(bits));
     }
   }
-
- private:
-  static constexpr uint32_t kSign = 0x80000000;
 
   // Unsigned integers in the order of floats.
   static __device__ __forceinline__ uint32_t ordered(float x) {

@@ -402,7 +402,9 @@ class Consumer {
     const int thread = thread_anew();
     RowStatistic inverse_sum, lse;
     const auto sees_no_key = [&](int row) {
-      if constexpr (Variant::kHasColumns) { return softmax.has_summed_nothing(row); }
+      if constexpr (Variant::kHasColumns) {
+        if (params_.columns.hide_keys) { return softmax.has_summed_nothing(row); }
+      }
       return rows.mask(params_).keys_of(rows.position(params_, thread, row)).count == 0;
     };
     const auto head = [&](int row) { return Rows::head(params_, tile.head_group, thread, row); };
@@ -448,18 +450,15 @@ class Consumer {
 
   __device__ __forceinline__ void add_largest(const Softmax& softmax, const Rows& rows,
                                               QuerySlot slot_of_rows) const {
-    if (!finds_largest()) { return; }
-    const AnnouncedTile& tile = shared_.tile(slot_of_rows);
-    const int thread = thread_anew();
+    if constexpr (Variant::kFindsLargest) {
+      if (!finds_largest()) { return; }
+      const AnnouncedTile& tile = shared_.tile(slot_of_rows);
+      const int thread = thread_anew();
 #pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) {
-      const bool exists = rows.position(params_, thread, row) < rows.sequence.seqlen_q;
-      const float largest = exists ? softmax.largest(row) : -INFINITY;
-      const int head = Rows::head(params_, tile.head_group, thread, row);
-      if (params_.scheduler.group_shift == 0) {
-        params_.largest.add_warp(tile.number, head, largest);
-      } else {
-        params_.largest.add(tile.number, head, largest);
+      for (int row = 0; row < kRowsPerThread; ++row) {
+        const bool exists = rows.position(params_, thread, row) < rows.sequence.seqlen_q;
+        // Query tiles are of one head (fixes_rows_of_tiles).
+        params_.largest.add_warp(tile.number, tile.head_group, exists ? softmax.largest(row) : -INFINITY);
       }
     }
   }

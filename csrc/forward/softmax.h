@@ -3,10 +3,12 @@
 #pragma once
 
 #include <climits>
+#include <type_traits>
 
 #include "../device/fragment.h"
 #include "../device/ptx.h"
 #include "../device/score.h"
+#include "../host_device.h"
 
 namespace dash_attn::forward {
 
@@ -21,6 +23,12 @@ __device__ __forceinline__ float across_row(float x, Operation operation) {
 
 // Minus zero: as a factor it acts like zero, and it is no power of two, so that it marks rows that have summed nothing.
 constexpr float kNothingSummed = -0.f;
+
+// The bits of a thread's `OnlineSoftmax::largest`, but for NaN.
+struct LargestScores {
+  static constexpr int kMinusInfinity = -0x800000;  // its bits
+  int of[kRowsPerThread] = {kMinusInfinity, kMinusInfinity};
+};
 
 // kFindsLargest: whether calls may ask for the largest scores.
 template <bool kFindsLargest>
@@ -40,8 +48,8 @@ class OnlineSoftmax {
   __device__ __forceinline__ void restore_reference() {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      opaque(largest_[row]);
-      set_reference(row, __fmul_rn(__int_as_float(largest_[row]), scale_log2_));
+      opaque(largest_.of[row]);
+      set_reference(row, __fmul_rn(__int_as_float(largest_.of[row]), scale_log2_));
     }
   }
 
@@ -67,8 +75,9 @@ class OnlineSoftmax {
       const float stays_below = reference(row) + kSlack;
       limit_[row] = __float_as_uint(fmaf(-fabsf(stays_below), kMargin, stays_below) * inverse_scale_log2_);
     }
+    bool misses_largest = false;
     // The signed comparison keeps the largest score of a row only if that score has no sign.
-    const bool misses_largest = finds_largest && (largest_[0] < 0 || largest_[1] < 0);
+    if constexpr (kFindsLargest) { misses_largest = finds_largest && (largest_.of[0] < 0 || largest_.of[1] < 0); }
     if (__any_sync(0xffffffff, limit_[0] >= kNoSign || limit_[1] >= kNoSign || misses_largest)) {
       for (uint32_t& limit : limit_) { limit = max(limit, kNoSign); }
     }
@@ -105,7 +114,7 @@ class OnlineSoftmax {
   // The largest of the row's scores that this thread or another one of the row has seen, and NaN if the thread has seen
   // one that is NaN, or the row one that is +inf. The row's largest score is the largest of its threads'.
   __device__ __forceinline__ float largest(int row) const {
-    return sum_[row] == sum_[row] ? __int_as_float(largest_[row]) : NAN;
+    return sum_[row] == sum_[row] ? __int_as_float(largest_.of[row]) : NAN;
   }
 
   // After the last tile: the factor that normalises the output, and the log-sum-exp. A sink, one for each head, is a
@@ -136,7 +145,6 @@ class OnlineSoftmax {
   static constexpr float kMargin = 0x1p-20f;            // exceeds the rounding errors of the compared values
   static constexpr uint32_t kDecidesAlways = UINT_MAX;  // a limit that every score reaches
   static constexpr uint32_t kNoSign = INT_MAX;          // one that every score without a sign reaches
-  static constexpr int kMinusInfinity = -0x800000;      // its bits
 
   // Folds each row's scores, as integers, into `of_row`.
   template <typename Integer, typename OfThree, int kSize>
@@ -149,11 +157,18 @@ class OnlineSoftmax {
     }
   }
 
+  // Raises `largest` to the scores' bits, as signed integers.
+  template <int kSize>
+  __device__ __forceinline__ bool reaches_limit(int (&largest)[kRowsPerThread], const float (&s)[kSize]) const {
+    fold_bits(largest, s, ptx::max3);
+    return largest[0] >= int(limit_[0]) || largest[1] >= int(limit_[1]);
+  }
+
   // Returns false only if no reference of the warp's rows moves, as in most tiles. This takes neither a maximum nor an
   // exchange between threads. Bits are compared as integers, three at a time in one instruction: as signed integers,
   // floats without a sign keep their order and lie above all floats with one. If a limit has a sign, the comparison is
-  // unsigned: floats with a sign are then in reverse order and lie above all without one. Where no reference moves, the
-  // comparison also finds the largest scores, in the same instructions.
+  // unsigned: floats with a sign are then in reverse order and lie above all without one. With kFindsLargest the
+  // comparison also finds the largest scores where no reference moves, in the same instructions.
   template <int kSize>
   __device__ __forceinline__ bool may_move(const float (&s)[kSize]) {
     bool may = false;
@@ -161,14 +176,17 @@ class OnlineSoftmax {
       uint32_t smallest[kRowsPerThread] = {UINT_MAX, UINT_MAX};
       fold_bits(smallest, s, ptx::min3);
       may = smallest[0] <= limit_[0] || smallest[1] <= limit_[1];
+      if constexpr (kFindsLargest) {
 #pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row) {  // a score without a sign is left to `move`
-        largest_[row] = int(min(uint32_t(largest_[row]), max(smallest[row], kNoSign + 1)));
+        for (int row = 0; row < kRowsPerThread; ++row) {  // a score without a sign is left to `move`
+          largest_.of[row] = int(min(uint32_t(largest_.of[row]), max(smallest[row], kNoSign + 1)));
+        }
       }
+    } else if constexpr (kFindsLargest) {
+      may = reaches_limit(largest_.of, s);
     } else {
-      if constexpr (!kFindsLargest) { largest_[0] = largest_[1] = INT_MIN; }
-      fold_bits(largest_, s, ptx::max3);
-      may = largest_[0] >= int(limit_[0]) || largest_[1] >= int(limit_[1]);
+      int largest[kRowsPerThread] = {INT_MIN, INT_MIN};
+      may = reaches_limit(largest, s);
     }
     return __any_sync(0xffffffff, may);
   }
@@ -183,7 +201,7 @@ class OnlineSoftmax {
     for (int row = 0; row < kRowsPerThread; ++row) {
       largest[row] = across_row(largest[row], [](float a, float b) { return fmaxf(a, b); });
       if constexpr (kFindsLargest) {
-        largest_[row] = __float_as_int(fmaxf(__int_as_float(largest_[row]), largest[row]));
+        largest_.of[row] = __float_as_int(fmaxf(__int_as_float(largest_.of[row]), largest[row]));
       }
       // Rounded before the subtraction, not fused into it, so that a row whose reference stays gets a correction of
       // exactly 1.
@@ -213,7 +231,7 @@ class OnlineSoftmax {
   // The bits of a score from which on the reference may move. Within a warp either all limits are those of floats
   // without a sign, or all are at least kNoSign.
   uint32_t limit_[kRowsPerThread] = {kDecidesAlways, kDecidesAlways};
-  int largest_[kRowsPerThread] = {kMinusInfinity, kMinusInfinity};  // the bits of `largest`, but for NaN
+  std::conditional_t<kFindsLargest, LargestScores, Empty> largest_;
   RowStatistic sum_ = {0.f, 0.f};  // over the elements that this thread holds
 };
 

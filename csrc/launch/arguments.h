@@ -33,7 +33,7 @@ struct DropoutTensor {
 // of a key, and the keys, are adjacent. Strides are in elements.
 struct ColumnMask {
   const int* bounds = nullptr;  // (batch, heads of the mask, seqlen_k, per_key); of a pack without the batch
-  int per_key = 0;              // 1, 2 or 4
+  int per_key = 0;              // 1, 2 or 4; 0 without bounds
   bool causal = false;          // FlashMask's flag, which gives the bounds their meaning
   int64_t batch_stride = 0;     // 0 for a pack
   int64_t head_stride = 0;      // 0 if all KV heads share the mask
@@ -74,6 +74,9 @@ struct ForwardArguments : AttentionArguments {
   // no cu_seqlens_k.
   PageTable pages;
   float* max_logits;  // (batch, heads), filled with -inf; or null where they are not wanted
+
+  // Only the kernels for masks by key columns find the largest logits.
+  bool needs_column_kernel() const { return has_columns() || max_logits; }
 };
 
 // Of a backward that is a chunk of keys by a chunk of queries: sums in fp32, in the kernels' own order of elements,

@@ -133,7 +133,7 @@ BackwardPlan plan_backward(const BackwardArguments& call) {
   BackwardArguments& a = plan.call = call;
   // Kernels that carry sums, and those of a mask by key columns, see the rest of the mask as a window. Those beside
   // them see it as it is.
-  const MaskRule mask = plan.kernel_mask = kernel_mask(call, call.carries());
+  const MaskRule mask = plan.kernel_mask = kernel_mask(call, call.carries(), call.has_columns());
   if (!call.carries() && !call.has_columns()) { a.mask = mask; }
   if (call.has_columns()) { check_policy_of_columns(a); }
   plan.kernel = &backward_kernel_of(call, mask);

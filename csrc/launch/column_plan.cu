@@ -23,7 +23,8 @@ void check_column_sizes(const AttentionArguments& a, const Tiling& tiling) {
   const ColumnSizes sizes = sizes_of(a, tiling);
   const int64_t rows = std::max(all_rows(a, a.seqlen_q), mask_heads(a) * sizes.key_rows);
   if (std::max(rows, mask_heads(a) * sizes.query_numbers * sizes.words_of_tile) > INT32_MAX) {
-    throw std::runtime_error("dash_attn: startend_row_indices is too large: " + std::to_string(a.batch) + " * " +
+    const std::string name = a.has_columns() ? "startend_row_indices" : "a call with return_max_logits";
+    throw std::runtime_error("dash_attn: " + name + " is too large: " + std::to_string(a.batch) + " * " +
                              std::to_string(mask_heads(a)) + " * " + std::to_string(a.seqlen_q) + " * " +
                              std::to_string(a.seqlen_k) + " makes more than 2^31 rows or tiles");
   }
@@ -33,6 +34,7 @@ ColumnArrays take_column_arrays(WorkspaceAllocator& allocator, const AttentionAr
   ColumnArrays arrays{};
   arrays.sizes = sizes_of(a, tiling);
   arrays.heads_share = mask_heads(a) == 1;
+  arrays.hide_keys = a.has_columns();
   const int64_t heads = mask_heads(a), query_tiles = heads * arrays.sizes.query_numbers;
   allocator.take(arrays.hidden, heads * arrays.sizes.key_rows);
   allocator.take(arrays.kv_tiles, heads * arrays.sizes.kv_numbers);

@@ -67,12 +67,12 @@ void make_tensor_maps(const ForwardArguments& a, const ForwardKernel& kernel, fo
 }  // namespace
 
 ForwardPlan plan_forward(const ForwardArguments& call) {
-  if (call.max_logits && (call.drops() || call.alibi_slopes)) {
-    throw std::runtime_error("dash_attn: no kernel finds the largest logits beside dropout or slopes");
+  if (call.max_logits && (score_kind(call) != ScoreKind::kPlain || call.pages.exists())) {
+    throw std::runtime_error("dash_attn: no kernel finds the largest logits with dropout, a softcap, slopes or pages");
   }
   ForwardPlan plan{};
   ForwardArguments& a = plan.call = call;
-  a.mask = kernel_mask(call, call.pages.exists());
+  a.mask = kernel_mask(call, call.pages.exists(), call.needs_column_kernel());
   plan.kernel = &forward_kernel_of(call, a.mask);
   if (a.is_pack()) {
     const PackRows rows = rows_of_sequences(a);
@@ -92,8 +92,8 @@ ForwardPlan plan_forward(const ForwardArguments& call) {
   params.sinks = a.sinks;
   params.dropout = make_bits_view(a);
   params.pages = a.pages;
-  params.largest = {a.max_logits, logit_scale(a), a.heads};
-  if (call.has_columns()) { check_column_sizes(call, plan.tiling()); }
+  params.largest = {a.max_logits, a.softmax_scale, a.heads};
+  if (call.needs_column_kernel()) { check_column_sizes(call, plan.tiling()); }
   plan.ctas = std::min(params.scheduler.num_tiles, a.num_sms);
   return plan;
 }
@@ -105,7 +105,7 @@ int64_t place_workspace(ForwardPlan& plan, void* base) {
     plan.pack = take_pack_arrays(allocator, plan.call.batch, plan.capacity);
     plan.params.pack = plan.pack.view();
   }
-  if (plan.call.has_columns()) {
+  if (plan.call.needs_column_kernel()) {
     plan.columns = take_column_arrays(allocator, plan.call, plan.tiling());
     plan.params.columns = plan.columns.view();
   }
@@ -121,8 +121,8 @@ void run_forward(const ForwardArguments& call, const AllocateWorkspace& allocate
   } else if (plan.params.tiles_taken) {
     check_cuda(cudaMemsetAsync(plan.params.tiles_taken, 0, sizeof(int), stream), "clearing the count of tiles");
   }
-  if (call.has_columns()) { launch_column_plan(call, plan.call.mask, plan.tiling(), plan.columns, stream); }
-  plan.kernel->launch(plan.params, plan.ctas, call.has_columns() && call.sm_margin == 0, stream);
+  if (call.needs_column_kernel()) { launch_column_plan(call, plan.call.mask, plan.tiling(), plan.columns, stream); }
+  plan.kernel->launch(plan.params, plan.ctas, call.needs_column_kernel() && call.sm_margin == 0, stream);
 }
 
 }  // namespace dash_attn

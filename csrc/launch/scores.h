@@ -17,22 +17,17 @@ inline ScoreKind score_kind(const AttentionArguments& a) {
 
 // The call's mask as its kernel sees it. Kernels that carry sums and kernels that read pages serve every mask as a
 // window: calls that carry sums are so long that the planner's extra arithmetic does not show, and calls with pages
-// wait for memory. Under a mask by key columns the rest of the mask is a window, too.
-inline MaskRule kernel_mask(const AttentionArguments& a, bool as_window) {
+// wait for memory. In kernels for masks by key columns the rest of the mask is a window, too.
+inline MaskRule kernel_mask(const AttentionArguments& a, bool as_window, bool has_columns) {
   if (as_window) { return {MaskKind::kWindow, a.mask.as_window()}; }
-  if (a.has_columns()) { return {MaskKind::kColumns, a.mask.as_window()}; }
+  if (has_columns) { return {MaskKind::kColumns, a.mask.as_window()}; }
   return served_mask(score_kind(a), a.padded_head_dims(), a.mask);
-}
-
-// The factor that makes a score of the kernels a logit.
-inline float logit_scale(const AttentionArguments& a) {
-  return score_kind(a) == ScoreKind::kSoftcap ? a.softcap : a.softmax_scale;
 }
 
 inline ScoreParams make_score_params(const AttentionArguments& a) {
   ScoreParams params{};
   const ScoreKind kind = score_kind(a);
-  params.scale_log2 = float(logit_scale(a) * M_LOG2E);
+  params.scale_log2 = float((kind == ScoreKind::kSoftcap ? a.softcap : a.softmax_scale) * M_LOG2E);
   params.product_factor = kind == ScoreKind::kSoftcap ? a.softmax_scale / a.softcap : 1 / a.softmax_scale;
   params.inverse_scale_log2 = 1 / params.scale_log2;
   params.slopes = a.alibi_slopes;

@@ -89,6 +89,7 @@ struct ColumnsView {
   const LiveWord* words;  // of each query tile
   int key_rows, kv_numbers, query_numbers, words_of_tile;
   bool heads_share;
+  bool hide_keys;  // false: the call has no columns, and only its kernel does
 
   DASH_HOST_DEVICE constexpr bool exist() const { return hidden != nullptr; }
   DASH_HOST_DEVICE constexpr int head(int kv_head) const { return heads_share ? 0 : kv_head; }
@@ -126,12 +127,12 @@ struct ColumnArrays {
   LiveTiles* query_tiles;
   LiveWord* words;
   ColumnSizes sizes;
-  bool heads_share;
+  bool heads_share, hide_keys;
 
   DASH_HOST_DEVICE constexpr ColumnsView view() const {
     return {hidden, kv_tiles, query_tiles, words,
             int(sizes.key_rows), int(sizes.kv_numbers), int(sizes.query_numbers), int(sizes.words_of_tile),
-            heads_share};
+            heads_share, hide_keys};
   }
 };
 

@@ -1,8 +1,8 @@
 // The forward kernels of csrc/ for one row of the table of tiles, EMULATED_DIMS, on the host: `forward NAME=VALUE...`
 // runs one call (call.h) and holds output and LSE against sums in double. Only rows that see a key of their KV tiles
 // may show values that are NaN. Prints a digest of their bits, or what is wrong. With page_rows=N the keys of a pack
-// lie in pages of N rows. With max_logits=1 the kernel also finds the largest logit of each head and sequence, and a
-// digest of these follows.
+// lie in pages of N rows. With max_logits=1 the kernel for masks by key columns serves the call and also finds the
+// largest logit of each head and sequence, and a digest of these follows.
 #include <algorithm>
 #include <numeric>
 
