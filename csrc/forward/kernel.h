@@ -24,12 +24,13 @@ __global__ void __launch_bounds__(Variant::kThreads, 1) forward_kernel(const __g
 
   const auto produce = [&](int warp) {
     static_assert(Variant::kConsumers < kWarpgroupWarps);
+    const bool leads = ptx::elect_one();
     if constexpr (kMayHavePages<Variant>) {
-      if (warp == 0 && params.pages.exists()) { return Loader<Variant, true>(shared, params).run(); }
+      if (warp == 0 && params.pages.exists()) { return Loader<Variant, true>(shared, params, leads).run(); }
     }
-    if (!ptx::elect_one()) { return; }
+    if (!leads) { return; }
     if (warp == 0) {
-      Loader<Variant>(shared, params).run();
+      Loader<Variant>(shared, params, leads).run();
     } else if (warp <= Variant::kConsumers) {
       Storer<Variant>(shared, params, warp - 1).run();
     }

@@ -26,7 +26,10 @@ class Loader {
   using Shared = SharedStorage<Variant>;
   using Barrier = TransactionBarrier;
 
-  __device__ Loader(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
+  // `leads`: with pages, whether this lane does what one lane does for its warp. Must come from elect_one, by which the
+  // compiler knows that no other lane runs such code.
+  __device__ Loader(Shared& shared, const KernelParams& params, bool leads)
+      : shared_(shared), params_(params), leads_(leads) {}
 
   __device__ void run() {
     const PackView& pack = params_.pack;
@@ -42,15 +45,14 @@ class Loader {
   using Swizzle = typename Variant::Swizzle;
   using Ring = RingIndex<Variant::kStages>;
 
-  // With pages, whether this lane does what one lane does for its warp.
-  static __device__ __forceinline__ bool leads() { return !kHasPages || threadIdx.x % 32 == 0; }
+  __device__ __forceinline__ bool leads() const { return !kHasPages || leads_; }
 
   // The place in the list of the CTA's tile number `round`.
   __device__ __forceinline__ int take_place(int round) const {
     if (!params_.tiles_taken) { return round * int(gridDim.x) + int(blockIdx.x); }
     int taken = 0;
     if (leads()) { taken = atomicAdd(params_.tiles_taken, 1); }
-    if constexpr (kHasPages) { taken = __shfl_sync(0xffffffff, taken, 0); }
+    if constexpr (kHasPages) { taken = int(__reduce_max_sync(0xffffffff, uint32_t(taken))); }
     return int(gridDim.x) + taken;
   }
 
@@ -234,20 +236,25 @@ class Loader {
   template <int kColumns>
   __device__ __forceinline__ void load_boxes(const CUtensorMap& map, Barrier& full, Element* place,
                                              const RowOrigin& of_lane, int kv_head) {
+    RowOrigin boxes[kBoxes];
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
-      const int first = __shfl_sync(0xffffffff, of_lane.first, i), outer = __shfl_sync(0xffffffff, of_lane.outer, i);
-      if (!leads()) { continue; }
+      boxes[i] = {__shfl_sync(0xffffffff, of_lane.first, i), __shfl_sync(0xffffffff, of_lane.outer, i)};
+    }
+    if (!leads()) { return; }
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) {
 #pragma unroll
       for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
         ptx::load_box(place + column * Variant::kKey + i * PageTable::kBoxRows * Swizzle::kColumns, map,
-                      {column, kv_head, first, outer, RowOrigin::kRaggedRows}, &full, kKeepInL2);
+                      {column, kv_head, boxes[i].first, boxes[i].outer, RowOrigin::kRaggedRows}, &full, kKeepInL2);
       }
     }
   }
 
   Shared& shared_;
   const KernelParams& params_;
+  const bool leads_;
   RingIndex<Variant::kQueryStages> q_;
   Ring k_, v_;
   std::conditional_t<Variant::kHasColumns, ColumnsOfTile, Empty> announced_;  // with the next query tile

@@ -50,7 +50,7 @@ struct PageTable {
   // sequence's end read as zeros, and the pages that these would be in are not looked up.
   DASH_HOST_DEVICE constexpr RowOrigin box(int sequence, int key, int keys_left) const {
     if (keys_left <= 0) return RowOrigin::of(true, 0, 0);
-    int const page = key / page_rows, rows_of_box = min_int(keys_left, kBoxRows);
+    int const page = int(uint32_t(key) / uint32_t(page_rows)), rows_of_box = min_int(keys_left, kBoxRows);
     int const row = pages[int64_t{sequence} * max_pages + page] * page_distance + key - page * page_rows;
     return RowOrigin::of(true, row + rows_of_box, rows_of_box);
   }
