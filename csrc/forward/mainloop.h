@@ -251,7 +251,6 @@ class Consumer {
     pass_values(rows.passed_after + next.passed_before);
     store(out, softmax, rows, q_.previous());
     softmax = next_softmax;
-    if constexpr (Variant::kFindsLargest) { softmax.restore_reference(); }
     softmax.set_limits(finds_largest());
     clear(out);
     shared_.v_full[v_.slot()].wait(v_.parity());

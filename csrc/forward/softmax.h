@@ -44,15 +44,6 @@ class OnlineSoftmax {
     move(s, correction);
   }
 
-  // Computes the reference that `start` has set once more, so that no register holds it between the two.
-  __device__ __forceinline__ void restore_reference() {
-#pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) {
-      opaque(largest_.of[row]);
-      set_reference(row, __fmul_rn(__int_as_float(largest_.of[row]), scale_log2_));
-    }
-  }
-
   // Has the reference follow the scores of a further tile, before they are exponentiated. `correction` is the factor
   // for earlier sums, kNothingSummed if the row saw no key in earlier tiles. Returns false if the factor is 1 for every
   // row of the warp; `correction` may then be unset.
@@ -210,16 +201,13 @@ class OnlineSoftmax {
       // True for the first score, and for NaN.
       const bool moves = !(largest[row] - before <= kSlack);
       const float after = moves ? largest[row] : before;
-      set_reference(row, after);
+      offset_[row] = after == -INFINITY ? INFINITY : after == INFINITY ? NAN : after;
       correction[row] = before == -INFINITY ? kNothingSummed : ptx::exp2_approx(before - offset_[row]);
       corrects |= moves;
     }
     return __any_sync(0xffffffff, corrects);
   }
 
-  __device__ __forceinline__ void set_reference(int row, float x) {
-    offset_[row] = x == -INFINITY ? INFINITY : x == INFINITY ? NAN : x;
-  }
   __device__ __forceinline__ float reference(int row) const {
     return offset_[row] == INFINITY ? -INFINITY : offset_[row];
   }
