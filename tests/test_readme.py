@@ -205,22 +205,6 @@ def test_the_figure_of_a_training_step():
     assert table == list(zip(lengths, three))
 
 
-def test_what_is_said_of_few_heads():
-    """By hand, above the block, as long as no run of the sharded shapes is quoted."""
-    text = " ".join(DETAILS.split())
-    if "sharded" in OWN:
-        assert "not been measured yet" not in text
-        return
-    assert "(`--grid sharded`) have not been measured yet; in the last run" in text
-    name = "h200_2026-11-27_5742ba2_loads.json"
-    rows = json.loads((RESULTS / name).read_text())["rows"]
-    mine, other = ours(rows, "backward"), theirs(rows, "backward", False, "fa3")
-    middle, shapes = mean(mine, other)
-    claim = f"(`{name}`), the backward of `auto` had {middle} times the throughput of FlashAttention-3 without"
-    least = f"{min(ratios_of(mine, other)):.2f} times at the least."
-    assert f"{claim} determinism in geometric mean over {shapes} shapes, and {least}" in text
-
-
 def test_no_run_has_two_names(result):
     """Of the peers' file, and this one."""
     runs = collections.defaultdict(list)
