@@ -14,9 +14,9 @@
 
 namespace dash_attn::forward {
 
-// Kernels for windows serve calls with pages.
+// Kernels for windows serve calls with pages, which have no dropout.
 template <typename Variant>
-constexpr bool kMayHavePages = Variant::kMask == MaskKind::kWindow;
+constexpr bool kMayHavePages = Variant::kMask == MaskKind::kWindow && !Variant::Score::kDrops;
 
 // Each query tile of the heads that share K and V reads them once. Q is read once in all.
 template <typename Variant, bool kHasPages = false>
@@ -60,10 +60,10 @@ class Loader {
     RowOrigin key_rows;
   };
 
-  // A KV tile, and with pages the rows of the lane's box.
+  // A KV tile, and with pages the row of the tensor at which the lane's box of it ends.
   struct KeyTile {
     int number;
-    std::conditional_t<kHasPages, RowOrigin, Empty> box;
+    std::conditional_t<kHasPages, int, Empty> end_of_box;
   };
 
   __device__ __forceinline__ Tile tile_at(int place) const {
@@ -208,10 +208,9 @@ class Loader {
   // With pages, reads the page table, from global memory: called long before the rows are needed.
   __device__ __forceinline__ KeyTile find(int kv_tile, const Tile& tile) const {
     if constexpr (kHasPages) {
-      const int lane = int(threadIdx.x) % 32;
-      if (lane >= kBoxes) { return {kv_tile}; }
-      const int key = kv_tile * Variant::kKey + lane * PageTable::kBoxRows;
-      return {kv_tile, params_.pages.box(tile.number, key, tile.sequence.seqlen_k - key)};
+      const int lane = int(threadIdx.x) % 32, key = first_key_of_box(kv_tile, lane);
+      const int count = lane < kBoxes ? PageTable::keys_of_box(tile.sequence.seqlen_k - key) : 0;
+      return {kv_tile, count > 0 ? params_.pages.end_of_box(tile.number, key, count) : 0};
     } else {
       return {kv_tile};
     }
@@ -222,7 +221,7 @@ class Loader {
                                                 const KeyTile& kv_tile, int kv_head, const Tile& tile) {
     if (leads()) { full.arrive_and_expect_tx(Variant::kKey * kColumns * sizeof(Element)); }
     if constexpr (kHasPages) {
-      load_boxes<kColumns>(map, full, place, kv_tile.box, kv_head);
+      load_boxes<kColumns>(map, full, place, kv_tile, kv_head, tile.sequence.seqlen_k);
     } else {
       load_tile<Swizzle, Variant::kKey, kColumns>(map, full, place, tile.key_rows, kv_tile.number * Variant::kKey,
                                                   kv_head, kKeepInL2);
@@ -232,22 +231,25 @@ class Loader {
   static constexpr int kBoxes = Variant::kKey / PageTable::kBoxRows;
   static_assert(!kHasPages || Variant::kKey % PageTable::kBoxRows == 0);
 
-  // `of_lane`: the rows of box number `lane`.
+  static __device__ __forceinline__ int first_key_of_box(int kv_tile, int box) {
+    return kv_tile * Variant::kKey + box * PageTable::kBoxRows;
+  }
+
   template <int kColumns>
   __device__ __forceinline__ void load_boxes(const CUtensorMap& map, Barrier& full, Element* place,
-                                             const RowOrigin& of_lane, int kv_head) {
-    RowOrigin boxes[kBoxes];
+                                             const KeyTile& kv_tile, int kv_head, int seqlen_k) {
+    int ends[kBoxes];
 #pragma unroll
-    for (int i = 0; i < kBoxes; ++i) {
-      boxes[i] = {__shfl_sync(0xffffffff, of_lane.first, i), __shfl_sync(0xffffffff, of_lane.outer, i)};
-    }
+    for (int i = 0; i < kBoxes; ++i) { ends[i] = __shfl_sync(0xffffffff, kv_tile.end_of_box, i); }
     if (!leads()) { return; }
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
+      const int count = PageTable::keys_of_box(seqlen_k - first_key_of_box(kv_tile.number, i));
+      const RowOrigin rows = RowOrigin::of(true, ends[i], count);
 #pragma unroll
       for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
         ptx::load_box(place + column * Variant::kKey + i * PageTable::kBoxRows * Swizzle::kColumns, map,
-                      {column, kv_head, boxes[i].first, boxes[i].outer, RowOrigin::kRaggedRows}, &full, kKeepInL2);
+                      {column, kv_head, rows.first, rows.outer, rows.wrap}, &full, kKeepInL2);
       }
     }
   }

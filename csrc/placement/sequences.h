@@ -46,13 +46,14 @@ struct PageTable {
   // Keys that a sequence has room for; fewer than kUnbounded.
   DASH_HOST_DEVICE constexpr int capacity() const { return max_pages * page_rows; }
 
-  // The origin of the kBoxRows keys of a sequence from `key` on, of which there are `keys_left`. Keys past the
-  // sequence's end read as zeros, and the pages that these would be in are not looked up.
-  DASH_HOST_DEVICE constexpr RowOrigin box(int sequence, int key, int keys_left) const {
-    if (keys_left <= 0) return RowOrigin::of(true, 0, 0);
-    int const page = int(uint32_t(key) / uint32_t(page_rows)), rows_of_box = min_int(keys_left, kBoxRows);
-    int const row = pages[int64_t{sequence} * max_pages + page] * page_distance + key - page * page_rows;
-    return RowOrigin::of(true, row + rows_of_box, rows_of_box);
+  // The keys of a box from which on a sequence has `keys_left`. Keys past the sequence's end read as zeros, and the pages
+  // that these would be in are not looked up.
+  static DASH_HOST_DEVICE constexpr int keys_of_box(int keys_left) { return max_int(0, min_int(keys_left, kBoxRows)); }
+
+  // The row of the tensor at which a box ends that has `count` keys of a sequence from `key` on, at least one.
+  DASH_HOST_DEVICE constexpr int end_of_box(int sequence, int key, int count) const {
+    int const page = int(uint32_t(key) / uint32_t(page_rows));
+    return pages[int64_t{sequence} * max_pages + page] * page_distance + key - page * page_rows + count;
   }
 };
 
