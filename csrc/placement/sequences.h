@@ -46,11 +46,11 @@ struct PageTable {
   // Keys that a sequence has room for; fewer than kUnbounded.
   DASH_HOST_DEVICE constexpr int capacity() const { return max_pages * page_rows; }
 
-  // The keys of a box from which on a sequence has `keys_left`. Keys past the sequence's end read as zeros, and the pages
-  // that these would be in are not looked up.
+  // How many keys of a sequence a box has from whose first key on there are `keys_left`. What is left of the box reads
+  // as zeros; a page that would have none of the sequence's keys is not looked up.
   static DASH_HOST_DEVICE constexpr int keys_of_box(int keys_left) { return max_int(0, min_int(keys_left, kBoxRows)); }
 
-  // The row of the tensor at which a box ends that has `count` keys of a sequence from `key` on, at least one.
+  // The row of the tensor at which a box of the `count` keys of a sequence from `key` on ends. At least one.
   DASH_HOST_DEVICE constexpr int end_of_box(int sequence, int key, int count) const {
     int const page = int(uint32_t(key) / uint32_t(page_rows));
     return pages[int64_t{sequence} * max_pages + page] * page_distance + key - page * page_rows + count;
