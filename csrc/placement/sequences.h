@@ -46,11 +46,11 @@ struct PageTable {
   // Keys that a sequence has room for; fewer than kUnbounded.
   DASH_HOST_DEVICE constexpr int capacity() const { return max_pages * page_rows; }
 
-  // How many keys of a sequence a box has from whose first key on there are `keys_left`. What is left of the box reads
-  // as zeros; a page that would have none of the sequence's keys is not looked up.
+  // The keys in a box before which `keys_left` keys of a sequence are left. The rest of the box reads as zeros, and a page
+  // without keys of the sequence is not looked up.
   static DASH_HOST_DEVICE constexpr int keys_of_box(int keys_left) { return max_int(0, min_int(keys_left, kBoxRows)); }
 
-  // The row of the tensor at which a box of the `count` keys of a sequence from `key` on ends. At least one.
+  // The row of the tensor after the last key of a box with `count` keys of a sequence, at least one, from `key` on.
   DASH_HOST_DEVICE constexpr int end_of_box(int sequence, int key, int count) const {
     int const page = int(uint32_t(key) / uint32_t(page_rows));
     return pages[int64_t{sequence} * max_pages + page] * page_distance + key - page * page_rows + count;
