@@ -46,7 +46,7 @@ struct PageTable {
   // Keys that a sequence has room for; fewer than kUnbounded.
   DASH_HOST_DEVICE constexpr int capacity() const { return max_pages * page_rows; }
 
-  // The keys in a box before which `keys_left` keys of a sequence are left. The rest of the box reads as zeros, and a page
+  // The keys in a box where `keys_left` keys of a sequence are left. The rest of the box reads as zeros, and a page
   // without keys of the sequence is not looked up.
   static DASH_HOST_DEVICE constexpr int keys_of_box(int keys_left) { return max_int(0, min_int(keys_left, kBoxRows)); }
 
