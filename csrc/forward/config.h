@@ -76,7 +76,7 @@ struct Variant {
   // products of the others run meanwhile. With two, a consumer computes its exponentials while its own P V runs.
   static constexpr bool kRoundsBesideExponentials = kConsumers == 3;
 
-  // Whether a call may ask for the largest logits. Finding them costs every call of a kernel, so only this kernel does.
+  // Whether a call may ask for the largest logits. Kernels that can are slower in every call.
   static constexpr bool kFindsLargest = kHasColumns;
 
   // Whether a thread keeps the address of its bits of dropout. There are no registers for it beside 256 columns of

@@ -26,8 +26,8 @@ class Loader {
   using Shared = SharedStorage<Variant>;
   using Barrier = TransactionBarrier;
 
-  // `leads`: with pages, whether this lane does what one lane does for its warp. Must come from elect_one, by which the
-  // compiler knows that no other lane runs such code.
+  // `leads`: with pages, whether this lane does what one lane does for its warp. Must come from elect_one, because the
+  // compiler then knows that no other lane runs such code.
   __device__ Loader(Shared& shared, const KernelParams& params, bool leads)
       : shared_(shared), params_(params), leads_(leads) {}
 
@@ -47,7 +47,8 @@ class Loader {
 
   __device__ __forceinline__ bool leads() const { return !kHasPages || leads_; }
 
-  // The place in the list of the CTA's tile number `round`.
+  // The place in the list of the CTA's tile number `round`. Calls with pages are packs, whose places come from the
+  // counter; the reduction keeps the lanes together even where a tile has no keys.
   __device__ __forceinline__ int take_place(int round) const {
     if (!params_.tiles_taken) { return round * int(gridDim.x) + int(blockIdx.x); }
     int taken = 0;

@@ -26,7 +26,7 @@ constexpr float kNothingSummed = -0.f;
 
 // The bits of a thread's `OnlineSoftmax::largest`, but for NaN.
 struct LargestScores {
-  static constexpr int kMinusInfinity = -0x800000;  // its bits
+  static constexpr int kMinusInfinity = -0x800000;  // the bits of -inf
   int of[kRowsPerThread] = {kMinusInfinity, kMinusInfinity};
 };
 

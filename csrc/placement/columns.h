@@ -89,7 +89,7 @@ struct ColumnsView {
   const LiveWord* words;  // of each query tile
   int key_rows, kv_numbers, query_numbers, words_of_tile;
   bool heads_share;
-  bool hide_keys;  // false: the call has no columns, and only its kernel does
+  bool hide_keys;  // false for a call without columns that runs the kernel for them
 
   DASH_HOST_DEVICE constexpr bool exist() const { return hidden != nullptr; }
   DASH_HOST_DEVICE constexpr int head(int kv_head) const { return heads_share ? 0 : kv_head; }

@@ -58,7 +58,6 @@ T load_here(const T* address) {
   return *address;
 }
 
-inline void prefetch_l1(const void*) {}
 inline void bulk_prefetch(const void*, int) {}
 constexpr int kDiscardedBytes = 128;
 // What is read afterwards is NaN.
