@@ -181,10 +181,10 @@ def of_training() -> str:
     fa3_is_absent = all(result["peers"]["flash_attn_3"].startswith("not here") for result in meta["results"])
     absent = " FlashAttention-3 was not installed there;" if fa3_is_absent else ""
     return prose(
-        f"""- **Training.** A step with dash_attn in which everything is deterministic runs at
-        {listed([f"{ratio:.2f}" for ratio, _ in ratios.values()])} times the speed of the same step with {baseline}
-        attention in which nothing is, at {listed([f"{tokens:,}" for tokens in ratios])} tokens a sequence (one
-        {meta["device"].split()[1]}, {meta["shape"]["layers"]} layers, {meta["tokens"]:,} tokens a step;{absent}
+        f"""- **Training.** A fully deterministic training step with dash_attn runs at
+        {listed([f"{ratio:.2f}" for ratio, _ in ratios.values()])} times the speed of a non-deterministic step with
+        {baseline} attention, at {listed([f"{tokens:,}" for tokens in ratios])} tokens per sequence (one
+        {meta["device"].split()[1]}, {meta["shape"]["layers"]} layers, {meta["tokens"]:,} tokens per step;{absent}
         [measurement](docs/training.md#what-it-costs)).""",
         indent="  ",
     )
@@ -204,10 +204,11 @@ def of_kernels(quoted: Quoted) -> str:
     return prose(
         f"""- **Kernels.** The backward has {ordered.ratio:.2f} times the throughput of {listed(names[True])} in
         deterministic mode, and {other.ratio:.2f} times that of the fastest of {listed(names[False])} without
-        determinism. The forward has {of_forward.ratio:.2f} times that of the fastest of them. These are geometric means
-        over {ordered.shapes} shapes in bf16, from one run on one {quoted.meta["gpu"].split()[1]}; the minima are
-        {ordered.least:.2f}, {other.least:.2f} and {of_forward.least:.2f}. Over FlashAttention-4's two modes, measured
-        in separate runs at {apart[0].shapes} shapes, the backward has {apart[0].ratio:.2f} and {apart[1].ratio:.2f}
+        determinism. The forward has {of_forward.ratio:.2f} times that of the fastest of these baselines. The figures
+        are geometric means over {ordered.shapes} shapes in bf16, from one run on one {quoted.meta["gpu"].split()[1]};
+        the minima are {ordered.least:.2f}, {other.least:.2f} and {of_forward.least:.2f}. Compared with
+        FlashAttention-4's deterministic and non-deterministic modes, measured in separate runs at {apart[0].shapes}
+        shapes, the backward has {apart[0].ratio:.2f} and {apart[1].ratio:.2f} times the throughput
         ([every figure](benchmarks/README.md)).""",
         indent="  ",
     )

@@ -45,6 +45,7 @@ class _Keywords(_Sinks, total=False):
     sm_margin: int
     schedule: Schedule
     dropout_bits: DropoutBits | None
+    startend_row_indices: Tensor | None
 
 class _OfQkv(_Keywords, total=False):
     num_heads_q: int | None
@@ -78,6 +79,13 @@ def flash_attn_func(
     return_attn_probs: bool = False, **keywords: Unpack[_Keywords],
 ) -> Tensor | _WithLse: ...  # fmt: skip
 @overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: _Window = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False, *, return_max_logits: bool, **keywords: Unpack[_Keywords],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+@overload
 def flash_attn_kvpacked_func(
     q: Tensor, kv: Tensor,
     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: _Window = (-1, -1),
@@ -99,6 +107,13 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False, **keywords: Unpack[_Keywords],
 ) -> Tensor | _WithLse: ...  # fmt: skip
 @overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: _Window = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False, *, return_max_logits: bool, **keywords: Unpack[_Keywords],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+@overload
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: _Window = (-1, -1),
@@ -119,6 +134,13 @@ def flash_attn_qkvpacked_func(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, **keywords: Unpack[_OfQkv],
 ) -> Tensor | _WithLse: ...  # fmt: skip
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: _Window = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False, *, return_max_logits: bool, **keywords: Unpack[_OfQkv],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 @overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor,
@@ -144,6 +166,15 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False, block_table: Tensor | None = None, **keywords: Unpack[_OfPack],
 ) -> Tensor | _WithLse: ...  # fmt: skip
 @overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: _Window = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False, block_table: Tensor | None = None,
+    *, return_max_logits: bool, **keywords: Unpack[_OfPack],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+@overload
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor,
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor,
@@ -168,6 +199,14 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False, **keywords: Unpack[_OfPack],
 ) -> Tensor | _WithLse: ...  # fmt: skip
 @overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: _Window = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False, *, return_max_logits: bool, **keywords: Unpack[_OfPack],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+@overload
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor,
     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: _Window = (-1, -1),
@@ -188,6 +227,13 @@ def flash_attn_varlen_qkvpacked_func(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, **keywords: Unpack[_OfQkvPack],
 ) -> Tensor | _WithLse: ...  # fmt: skip
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: _Window = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False, *, return_max_logits: bool, **keywords: Unpack[_OfQkvPack],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 @overload
 def flash_attn_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,

@@ -152,9 +152,24 @@ def _check_new(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
             what = f"({', '.join(rows)}, kv_heads, head_dim) with the heads of {like_name}"
             raise ValueError(f"{name} must have shape {what}, {expected}, got {tuple(x.shape)}")
         _check_dtype(name, x, q)
-    checks.check_written({"k_cache": cache.k, "v_cache": cache.v}, {"q": q, "k": new.k, "v": new.v})
+    written, read = {"k_cache": cache.k, "v_cache": cache.v}, {"q": q, "k": new.k, "v": new.v}
+    for tensors in [written] if _blocks_apart(cache) is None else [{name: x} for name, x in written.items()]:
+        checks.check_written(tensors, read)
     if new.rotary_cos is not None and new.rotary_sin is not None:
         _check_rotary(q, new.rotary_cos, new.rotary_sin)
+
+
+def _blocks_apart(cache: Cache) -> int | None:
+    """Returns how many blocks after k_cache v_cache begins, if both are blocks of one buffer; otherwise None."""
+    k, v = cache.k, cache.v
+    # Tensors of a compiler have no address, and their strides may be symbols.
+    if cache.table is None or torch.compiler.is_compiling() or k.shape != v.shape or k.stride() != v.stride():
+        return None
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(k.shape[1:], k.stride()[1:]))
+    if k.untyped_storage()._cdata != v.untyped_storage()._cdata or k.stride(0) < reach:
+        return None
+    blocks, rest = divmod(int(v.storage_offset() - k.storage_offset()), k.stride(0))
+    return None if rest or blocks == 0 else blocks
 
 
 def _check_rotary(q: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -214,12 +229,19 @@ def _check_values(
         raise ValueError(f"cache_leftpad must be from 0 to the cached keys, {ends}, got {cache.leftpad.tolist()}")
     if cache.table is not None:
         written: list[int] = []
+        used: set[int] = set()
         for blocks, count, end in zip(cache.table.tolist(), counts, ends):
             blocks = blocks[: -(-end // cache.k.shape[1])]
             _check_range(cache.table_name, blocks, cache.k.shape[0] - 1)
+            used.update(blocks)
             written += blocks[(end - count) // cache.k.shape[1] :] if count and end else []
         if len(set(written)) < len(written):
             raise ValueError(f"{cache.table_name} must have distinct blocks where k is written, got {written}")
+        apart = _blocks_apart(cache) if new.k is not None else None
+        if apart is not None and (shared := sorted(used & {block + apart for block in used})):
+            raise ValueError(
+                f"{cache.table_name} must name no block of k_cache that is also a named block of v_cache, got {shared}"
+            )
     if new.rotary_cos is not None:
         starts = [max(length, 0) for length in seqlens]
         if new.rotary_seqlens is not None:

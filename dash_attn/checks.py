@@ -121,6 +121,11 @@ def reject_given(why: str, **named: object) -> None:
         _require(value is None, name, "None", why, value)
 
 
+def reject_flag(name: str, value: object, why: str) -> None:
+    """Raises NotImplementedError for a flag that is set."""
+    _require(not as_flag(name, value), name, "False", why, value)
+
+
 def check_hints(num_splits: object, pack_gqa: object) -> None:
     """Checks the types of FlashAttention-3's tuning hints, which are otherwise ignored."""
     as_int("num_splits", num_splits, "an int (it is ignored)")

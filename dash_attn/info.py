@@ -54,6 +54,8 @@ INTEGRATIONS = (
     _Integration("dash_attn.integrations.torch", "torch", "torch"),
     _Integration("dash_attn.integrations.transformers", "transformers", "transformers"),
     _Integration("dash_attn.integrations.megatron", "megatron-core", "megatron.core"),
+    _Integration("dash_attn.integrations.vllm", "vllm", "vllm"),
+    _Integration("dash_attn.integrations.sglang", "sglang", "sglang"),
 )
 # The modules that dash_attn can replace, and their distributions.
 ALIASES = {"flash_attn": "flash-attn", "flash_attn_interface": "flash-attn-3", "flash_attn_3": "flash-attn-3"}

@@ -7,28 +7,22 @@ CUDA tensors need a Hopper GPU. CPU tensors use `dash_attn.reference`, which is 
 depend only on the inputs of their sequence and on `schedule`: a sequence has the same bits alone, in a batch and in a
 variable-length batch (sequences of different lengths one after the other, without padding).
 
-Lengths on a GPU are read only on the device: no call waits for it, and a captured graph can be replayed with other
+Lengths on a GPU are read only on the device: no call waits for the GPU, and a captured graph can be replayed with other
 lengths. There are two exceptions, both with dropout in a variable-length batch: return_attn_probs, and a max_seqlen
 that is a tensor.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import checks, dtensors, kvcache, ops, packs, transforms  # noqa: F401  ops registers torch.ops.dash_attn
+from . import checks, kvcache, ops  # noqa: F401  ops registers torch.ops.dash_attn
+from .calls import attention
 from .dropout import DropoutBits
-from .dropout import calls as dropout_calls
 from .schedule import Schedule
-
-# In the order of _attention's `scores`, `dropout` and `unsupported`; the same objects as the functions' defaults.
-_SELDOM_DEFAULTS = (0.0, None, None, None, 0.0, None, None, None, None, None, 1, None)
-_ANY_WINDOW = (-1, -1)
-_NO_WINDOW = (-1, -1, 0)  # left, right, attention_chunk
 
 
 def flash_attn_func(
@@ -56,7 +50,9 @@ def flash_attn_func(
     sm_margin: int = 0,
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    startend_row_indices: Tensor | None = None,
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention O = softmax(c Q K^T) V with deterministic gradients.
 
     The score of query i and key j of a head is S_ij = c q_i . k_j, unless softcap or alibi_slopes change it. Over the
@@ -79,11 +75,13 @@ def flash_attn_func(
             mask follows from a state drawn by torch's generator of q's device (`dash_attn.dropout`).
         softmax_scale: c, any number whose product with log2(e) is finite in fp32. Default: 1 / sqrt(head_dim). Under
             torch.compile each value compiles its own graph.
-        causal: aligns the mask at the bottom right: query i sees the keys j <= i + seqlen_k - seqlen_q. A query that
-            sees no key has output 0, gradients 0 and log-sum-exp +inf, or the sink if there is one above -inf.
+        causal: use the causal mask, aligned at the bottom right: query i sees the keys j <= i + seqlen_k - seqlen_q. A
+            query that sees no key has output 0, gradients 0 and log-sum-exp +inf, or the sink if there is one above
+            -inf.
         window_size: (left, right): query i sees the keys from p - left to p + right, where p = i + seqlen_k - seqlen_q
             is its position. A negative number or None means no limit. causal sets right to 0, and (-1, 0) is the causal
-            mask. Any sequence of two integers, including an array or a tensor; reading one on a GPU waits for it.
+            mask. Any sequence of two integers, including an array or a tensor; for a tensor on a GPU the call waits
+            for the GPU.
         softcap: t > 0 makes the scores S_ij = t tanh(c q_i . k_j / t), before the mask. None or 0 or less: none.
         alibi_slopes: fp32 (heads,) or (batch, heads), on q's device. Slope m makes the scores of its head
             S_ij = c q_i . k_j - m |p - j|, with p as in window_size. Slopes get no gradient and must not require one.
@@ -115,6 +113,15 @@ def flash_attn_func(
             and these lengths (in a variable-length batch at least those of the longest sequence). The backward keeps
             them, unless they were made with keep_bits=False. Then, and without dropout_bits, it makes them again from
             the state. Default: none.
+        startend_row_indices: int32 (batch, 1 or kv_heads, seqlen_k, n), on q's device: FlashMask's masks by key
+            columns, which `dash_attn.masks` makes. Each key has n bounds of intervals of query rows that do not see the
+            key, in addition to what the arguments above hide. With causal, n is 1 (rows >= s0) or 2 (s0 <= row < s1).
+            Without causal, n is 2 (rows >= s0, and rows < s1) or 4 (s0 <= row < s1, and s2 <= row < s3). The tensor
+            gets no gradient. It cannot be combined with dropout, softcap, alibi_slopes, DTensors or a schedule other
+            than "auto" and "descending". Default: none.
+        return_max_logits: also return the largest logit of each head (the maximum that QK-clip of MuonClip needs), as a
+            last element of the result. The forward finds it in the same pass. Not with DTensors, under transforms of
+            torch.func or, on a GPU, with dropout, softcap or alibi_slopes. Default: no.
 
     Flags may be Python or numpy bools, 0 or 1.
 
@@ -125,6 +132,10 @@ def flash_attn_func(
         both lengths rounded up to multiples of 128: the probabilities before dropout, negative where an element was
         dropped, and 0 where a query does not see a key. In a variable-length batch the lengths are those of the longest
         sequence: on a GPU the call waits to read them and cannot be captured in a graph; on a meta device it is (0,).
+        With return_max_logits (out, max_logits), or (out, softmax_lse, empty, max_logits): max_logits is fp32 (batch,
+        heads), the largest S_ij of the head over all queries i of the sequence and the keys j that i sees. Sinks and
+        dropout do not enter. It is -inf if no query sees a key, and NaN if an S_ij is NaN or +inf. It has no gradient,
+        and its bits depend only on the head's inputs in that sequence.
 
     Raises:
         NotImplementedError: an argument is not supported, or softcap and alibi_slopes are both given.
@@ -132,11 +143,11 @@ def flash_attn_func(
         RuntimeError: CUDA tensors without the compiled kernels or without a Hopper GPU; a second differentiation; in a
             graph capture, dropout in a variable-length batch with return_attn_probs or a max_seqlen that is a tensor.
     """
-    return _attention(
+    return attention(
         torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits,
+        schedule, dropout_bits, startend_row_indices, return_max_logits,
     )  # fmt: skip
 
 
@@ -164,7 +175,9 @@ def flash_attn_kvpacked_func(
     sm_margin: int = 0,
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    startend_row_indices: Tensor | None = None,
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` for keys and values in one tensor, which get one gradient.
 
     Args:
@@ -173,11 +186,11 @@ def flash_attn_kvpacked_func(
 
     The other arguments, the result, the errors and the bits are those of `flash_attn_func`.
     """
-    return _attention(
+    return attention(
         torch.ops.dash_attn.attention_kvpacked.default, {"q": q, "kv": kv}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits,
+        schedule, dropout_bits, startend_row_indices, return_max_logits,
     )  # fmt: skip
 
 
@@ -205,7 +218,9 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    startend_row_indices: Tensor | None = None,
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` for queries, keys and values in one tensor, which get one gradient.
 
     Args:
@@ -215,11 +230,11 @@ def flash_attn_qkvpacked_func(
 
     The other arguments, the result, the errors and the bits are those of `flash_attn_func`.
     """
-    return _attention(
+    return attention(
         torch.ops.dash_attn.attention_qkvpacked.default, {"qkv": qkv}, (checks.as_num_heads_q(num_heads_q),),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits,
+        schedule, dropout_bits, startend_row_indices, return_max_logits,
     )  # fmt: skip
 
 
@@ -255,7 +270,9 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    startend_row_indices: Tensor | None = None,
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` of each sequence of a variable-length batch.
 
     Sequence b has the queries in rows cu_seqlens_q[b], ..., cu_seqlens_q[b + 1] - 1 of q, and its keys and values in
@@ -269,23 +286,28 @@ def flash_attn_varlen_func(
         v: (total_k, kv_heads, value_head_dim), like q.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), contiguous, on q's device: where each sequence begins and ends.
             They start at 0 or more, never decrease, and end at total or less. Other values raise ValueError on a CPU,
-            and are a device-side error on a GPU, like an index out of bounds.
+            and cause a device-side error on a GPU, like an index out of bounds.
         max_seqlen_q, max_seqlen_k: an int, or an integer tensor of shape (), which is not read. FlashAttention's hints
             for the longest sequence; they change nothing. With dropout_p above 0 and no dropout_bits they must be at
             least the longest length, because random bits are made for so many rows. A tensor is then read, and the call
-            waits for its GPU. A longer sequence raises ValueError on a CPU, and is a device-side error on a GPU.
+            waits for its GPU. A longer sequence raises ValueError on a CPU, and causes a device-side error on a GPU.
         block_table: int32 (batch, max_blocks) on q's device: k and v are pages, (num_blocks, block_size, kv_heads,
             head_dim or value_head_dim), and a sequence has its keys in the blocks of its row, in order. `cu_seqlens_k`
-            then only gives the number of keys of each sequence, and `seqused_k` overrides it. Pages are gathered into a
-            copy in every call. Dropout, or a gradient that is required, raises NotImplementedError. Default: none.
+            then only gives the number of keys of each sequence, and `seqused_k` overrides it. Pages are read or
+            copied as in `flash_attn_with_kvcache`. Dropout, or a gradient that is required, raises NotImplementedError.
+            Default: none.
         seqused_q, seqused_k: int32 (batch,) like cu_seqlens: number of rows of each sequence, at most those up to the
             next offset. Default: all.
+        startend_row_indices: int32 (1 or kv_heads, total_k, n), as in `flash_attn_func`. Query rows count from the
+            first query of the key's sequence. Not with block_table.
+        return_max_logits: as in `flash_attn_func`. Not with block_table.
 
     The other arguments and the errors are those of `flash_attn_func`.
 
     Returns:
         out: (total_q, heads, value_head_dim), like q. With return_attn_probs (out, softmax_lse, empty) as in
-        `flash_attn_func`, with softmax_lse fp32 (heads, total_q).
+        `flash_attn_func`, with softmax_lse fp32 (heads, total_q). With return_max_logits the last element is fp32
+        (batch, heads): the largest logit of each head of each sequence.
     """
     pack = {
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k
@@ -293,6 +315,8 @@ def flash_attn_varlen_func(
     max_seqlens = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     if block_table is not None:
         checks.reject_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa)
+        checks.reject_given("block_table is given", startend_row_indices=startend_row_indices)
+        checks.reject_flag("return_max_logits", return_max_logits, "block_table is given")
         return kvcache.varlen_attention(
             q, k, v, block_table, pack, max_seqlens, dropout_p=dropout_p, dropout_bits=dropout_bits,
             deterministic=deterministic, return_attn_probs=return_attn_probs, schedule=schedule,
@@ -300,11 +324,11 @@ def flash_attn_varlen_func(
             alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, s_aux=s_aux, attention_chunk=attention_chunk,
             sm_margin=sm_margin,
         )  # fmt: skip
-    return _attention(
+    return attention(
         torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits, pack, max_seqlens,
+        schedule, dropout_bits, startend_row_indices, return_max_logits, pack, max_seqlens,
     )  # fmt: skip
 
 
@@ -338,7 +362,9 @@ def flash_attn_varlen_kvpacked_func(
     sm_margin: int = 0,
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    startend_row_indices: Tensor | None = None,
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_varlen_func` for keys and values in one tensor, which get one gradient.
 
     Args:
@@ -351,11 +377,11 @@ def flash_attn_varlen_kvpacked_func(
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k
     }  # fmt: skip
     max_seqlens = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    return _attention(
+    return attention(
         torch.ops.dash_attn.attention_kvpacked.default, {"q": q, "kv": kv}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits, pack, max_seqlens,
+        schedule, dropout_bits, startend_row_indices, return_max_logits, pack, max_seqlens,
     )  # fmt: skip
 
 
@@ -386,7 +412,9 @@ def flash_attn_varlen_qkvpacked_func(
     sm_margin: int = 0,
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    startend_row_indices: Tensor | None = None,
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_varlen_func` for queries, keys and values in one tensor, which get one gradient.
 
     Args:
@@ -398,102 +426,9 @@ def flash_attn_varlen_qkvpacked_func(
     The other arguments, the result, the errors and the bits are those of `flash_attn_varlen_func`.
     """
     pack, max_seqlens = {"cu_seqlens": cu_seqlens, "seqused": seqused}, {"max_seqlen": max_seqlen}
-    return _attention(
+    return attention(
         torch.ops.dash_attn.attention_qkvpacked.default, {"qkv": qkv}, (checks.as_num_heads_q(num_heads_q),),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits, pack, max_seqlens,
+        schedule, dropout_bits, startend_row_indices, return_max_logits, pack, max_seqlens,
     )  # fmt: skip
-
-
-def _attention(
-    op: Callable[..., tuple[Tensor, Tensor]],
-    named: dict[str, Tensor],
-    split: tuple[int | None, ...],
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Sequence[int | None],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    return_attn_probs: bool,
-    learnable_sink: Tensor | None,
-    s_aux: Tensor | None,
-    qv: Tensor | None,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    attention_chunk: int,
-    num_splits: int,
-    pack_gqa: bool | None,
-    sm_margin: int,
-    schedule: str,
-    dropout_bits: DropoutBits | None,
-    pack: dict[str, Tensor | None] | None = None,
-    max_seqlens: dict[str, int | Tensor] | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Calls `op`, which checks the tensors, with arguments of the types that it takes.
-
-    Every call takes this path: arguments at their defaults, or of the right type already, are not looked at again.
-    """
-    scores = (softcap, alibi_slopes, learnable_sink, s_aux)
-    dropout = (dropout_p, dropout_bits)
-    unsupported = (qv, q_descale, k_descale, v_descale, num_splits, pack_gqa)
-    of_scores: dict[str, object] = {}
-    of_dropout: dict[str, object] = {}
-    is_seldom = any(map(operator.is_not, (*scores, *dropout, *unsupported), _SELDOM_DEFAULTS))
-    if is_seldom:
-        checks.reject_unsupported(*unsupported)
-        of_scores = checks.as_scores(*scores)
-    checks.check_tensors(named)
-    probability = 0.0
-    if is_seldom:
-        probability = dropout_calls.checked_probability(*dropout, softmax_scale=softmax_scale, is_pack=pack is not None)
-    if pack is not None and max_seqlens is not None:
-        checks.check_tensors({name: x for name, x in pack.items() if x is not None or name.startswith("cu_seqlens")})
-        for name, value in max_seqlens.items():
-            if type(value) is not int or torch.compiler.is_compiling() or value < 0:
-                checks.check_max_seqlen(name, value)
-    if type(causal) is not bool:
-        causal = checks.as_flag("causal", causal)
-    if deterministic is not False and deterministic is not None:
-        checks.as_flag("deterministic", deterministic)
-    if type(return_attn_probs) is not bool:
-        return_attn_probs = checks.as_flag("return_attn_probs", return_attn_probs)
-    if softmax_scale is not None and type(softmax_scale) is not float:
-        softmax_scale = checks.as_number("softmax_scale", softmax_scale)
-    if type(sm_margin) is not int or sm_margin:
-        sm_margin = checks.as_sm_margin(sm_margin)
-    if type(schedule) is not str or schedule not in checks.SCHEDULES:
-        checks.check_schedule(schedule)
-    extra: tuple[object, ...] = ()
-    # Only the type of arrays and tensors is looked at here, because they have no truth value.
-    is_usual = type(window_size) is tuple and type(attention_chunk) is int
-    if not is_usual or window_size != _ANY_WINDOW or attention_chunk:
-        extra = (*checks.as_window(window_size), checks.as_attention_chunk(attention_chunk))
-    if pack is not None:
-        extra = (*(extra or _NO_WINDOW), *pack.values())
-        if checks.CHECKS_VALUES:
-            packs.check_lengths(named, pack)
-    num_heads_q = split[0] if split else None
-    if dtensors.are_among(named.values(), of_scores.values(), pack.values() if pack else ()):
-        op = dtensors.on_local_parts(op, named, pack, num_heads_q, of_scores, probability)
-    if probability:  # last, as it may draw random numbers
-        left, right, chunk = extra[:3] or _NO_WINDOW
-        of_dropout = dropout_calls.keywords(
-            probability, dropout_bits, named, num_heads_q, mask=(causal, left, right, chunk), pack=pack,
-            max_seqlens=max_seqlens, return_attn_probs=return_attn_probs,
-        )  # fmt: skip
-    settings = (softmax_scale, causal, schedule, sm_margin, *extra)
-    call = transforms.transformed(op) if transforms.is_active() else op
-    out, softmax_lse = call(*named.values(), *split, *settings, **of_scores, **of_dropout)
-    if not return_attn_probs:
-        return out
-    if not of_dropout:
-        return out, softmax_lse, out.new_empty(0)
-    left, right, chunk = extra[:3] or _NO_WINDOW
-    mask = {"causal": causal, "window": (left, right), "attention_chunk": chunk}
-    changed = {"softmax_scale": softmax_scale, "softcap": of_scores["softcap"], "alibi_slopes": alibi_slopes}
-    signed = dropout_calls.signed_probabilities(named, num_heads_q, softmax_lse, pack, of_dropout, changed, **mask)
-    return out, softmax_lse, signed

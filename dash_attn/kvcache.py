@@ -49,15 +49,18 @@ def flash_attn_with_kvcache(
     are those of `flash_attn_func`, where seqlen_k is the number of cached keys, including new ones: the last query is
     aligned with the last key.
 
-    Keys are never split over SMs: one SM computes a row, however long the cache is. Every call gathers the blocks of a
-    `block_table` and the rows of a `cache_batch_idx` into one tensor.
+    Keys are never split over SMs: one SM computes a row, however long the cache is. The kernels read the blocks of a
+    `block_table`, and the sequences that a `cache_batch_idx` picks, in place. The call copies them instead if
+    block_size is not a multiple of 16, with cache_leftpad, if a head_dim is not a multiple of 8, and under
+    torch.compile.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, as in `flash_attn_func`.
         k_cache: (cache_batch, capacity, kv_heads, head_dim), or with block_table
             (num_blocks, block_size, kv_heads, head_dim) with a block_size of at least 1. Any strides; the cache is
             copied if the distance between its sequences is not a multiple of its rows. With k, every element must have
-            its own memory location: no stride may be 0, as in an expanded tensor, and v_cache must not overlap k_cache.
+            its own memory location: no stride may be 0, as in an expanded tensor, and v_cache must not overlap k_cache,
+            except that both may be views of one buffer whose blocks hold either keys or values (checked on a CPU).
         v_cache: like k_cache, with value_head_dim instead of head_dim.
         k: (batch, seqlen_new, kv_heads, head_dim), new keys, only together with v. They are written to the places
             cache_seqlens, cache_seqlens + 1, ... of their sequences.
@@ -167,7 +170,7 @@ def attend(
     window = checks.as_window(window_size)
     scores = checks.as_scores(softcap, alibi_slopes, learnable_sink, s_aux)
     scale = None if softmax_scale is None else checks.as_number("softmax_scale", softmax_scale)
-    arguments = {
+    arguments: dict[str, Any] = {
         "softmax_scale": scale, "causal": causal, "schedule": "auto", "sm_margin": checks.as_sm_margin(sm_margin),
         "window_left": window[0], "window_right": window[1],
         "attention_chunk": checks.as_attention_chunk(attention_chunk), **scores,
@@ -195,18 +198,28 @@ def attend(
             is_allowed |= seqlens == -rows.counts
         # Other negative numbers stay negative, and the op reports them.
         seqlens = torch.where(is_allowed, seqlens + rows.counts, seqlens)
-    k, v, cu_seqlens_k = _rows(*_contents(cache, seqlens), batch)
-    if cache.leftpad is not None:
-        cu_seqlens_k = torch.cat((cu_seqlens_k[:-1] + cache.leftpad, cu_seqlens_k[-1:]))
-        seqlens = seqlens - cache.leftpad
     packed_q, seqlen_q = q, q.shape[1]
     if cu_seqlens_q is None:
         packed_q = q.flatten(0, 1)
         cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
-    out, softmax_lse = torch.ops.dash_attn.attention.default(
-        packed_q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqlens,
-        **arguments,
-    )  # fmt: skip
+    arguments |= {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q}
+    pages = _pages(cache, batch)
+    if pages is not None:
+        del arguments["schedule"]
+        arguments["softmax_scale"] = q.shape[-1] ** -0.5 if scale is None else scale
+        if arguments["sinks"] is not None:
+            arguments["sinks"] = arguments["sinks"].float()
+        out, softmax_lse = torch.ops.dash_attn.forward_of_pages.default(
+            packed_q, **pages._asdict(), seqused_k=seqlens, **arguments
+        )
+    else:
+        k, v, cu_seqlens_k = _rows(*_contents(cache, seqlens), batch)
+        if cache.leftpad is not None:
+            cu_seqlens_k = torch.cat((cu_seqlens_k[:-1] + cache.leftpad, cu_seqlens_k[-1:]))
+            seqlens = seqlens - cache.leftpad
+        out, softmax_lse = torch.ops.dash_attn.attention.default(
+            packed_q, k, v, cu_seqlens_k=cu_seqlens_k, seqused_k=seqlens, **arguments
+        )
     if packed_q is q:
         return out, softmax_lse
     return out.unflatten(0, (batch, seqlen_q)), softmax_lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1).contiguous()
@@ -373,6 +386,44 @@ def _append(cache: Cache, k: Tensor, v: Tensor, seqlens: Tensor, rows: _RowsOfBa
         index = torch.where(goes, own, 0), torch.where(goes, places, 0)
     for written, x in ((cache.k, k), (cache.v, v)):
         written.index_put_(index, torch.where(goes[:, None, None], x[writer], written[index]))
+
+
+_BOX_ROWS = 16
+"""Rows of a page that the kernels read at a time (PageTable in csrc/placement/sequences.h)."""
+
+
+class _Pages(NamedTuple):
+    """Arguments of `dash_attn::forward_of_pages`."""
+
+    k: Tensor
+    v: Tensor
+    block_table: Tensor
+    page_rows: int
+    page_distance: int
+
+
+def _pages(cache: Cache, batch: int) -> _Pages | None:
+    """The cache as the kernels read it where it lies, or None where a copy or nothing at all has to be made of it.
+
+    Sequences that `cache_batch_idx` picks from a plain cache are pages too, one of each sequence.
+    """
+    k, v, table = cache.k, cache.v, cache.table
+    if cache.leftpad is not None or k.numel() == 0 or v.numel() == 0 or batch == 0:
+        return None
+    if k.shape[-1] % 8 or v.shape[-1] % 8:
+        return None  # the op pads head dims in a copy
+    if table is None:
+        if cache.batch_idx is None:
+            return None  # the sequences follow each other
+        table = cache.batch_idx[:, None]
+    elif table.shape[1] == 0 or (k.shape[1] % _BOX_ROWS and table.shape[1] > 1):
+        return None
+    distance = _pitch(k)
+    if torch.compiler.is_compiling() or distance is None or distance != _pitch(v):
+        return None
+    rows = (k.shape[0] - 1) * distance + k.shape[1]
+    flat_k, flat_v = (x.as_strided((rows, *x.shape[2:]), x.stride()[1:]) for x in (k, v))
+    return _Pages(flat_k, flat_v, table, k.shape[1], distance)
 
 
 def _contents(cache: Cache, seqlens: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,11 @@
 """The ops of torch.library: `dash_attn::forward`, `dash_attn::backward`, and the differentiable ops that models call.
 
-    forward(q, k, v, *pack, softmax_scale, *mask, sm_margin=0, sinks=None, alibi_slopes=None, softcap=0.0, *dropout)
-        -> (out, softmax_lse)
+    forward(q, k, v, *pack, softmax_scale, *mask, sm_margin=0, sinks=None, alibi_slopes=None, softcap=0.0, *dropout,
+            startend_row_indices=None) -> (out, softmax_lse)
+    forward_and_max_logits(...) -> (out, softmax_lse, max_logits)    with the arguments of forward
     backward(dout, q, k, v, out, softmax_lse, dq!, dk!, dv!, *pack, softmax_scale, *mask, schedule, sm_margin,
-             sinks=None, alibi_slopes=None, dsoftmax_lse=None, dsinks!=None, softcap=0.0, *dropout) -> ()
+             sinks=None, alibi_slopes=None, dsoftmax_lse=None, dsinks!=None, softcap=0.0, *dropout,
+             startend_row_indices=None) -> ()
 
     pack: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k; all None in a dense batch
     mask: causal, window_left, window_right, attention_chunk; -1 means no bound on that side, chunk 0 no chunks
@@ -29,6 +31,14 @@ the log-sum-exp is infinite. dsinks, fp32 (heads,) and contiguous, is written if
 of a sequence is a tree that only the sequence's length determines; the sequences are then added in their order.
 `dash_attn.reference` has the formulas.
 
+Largest logits. max_logits, fp32 (batch, heads), has the largest score of each sequence's query heads, without sinks. It
+is -inf if no query of the sequence sees a key, and NaN if a score is NaN or +inf. It has no gradient. On a GPU it
+excludes dropout, a softcap and alibi_slopes.
+
+Masks by key columns. startend_row_indices, int32 (batch, 1 or kv_heads, seqlen_k, n) or (1 or kv_heads, total_k, n)
+with any strides, hides query rows of each key in addition to the mask (`dash_attn.masks` has the rule). Both passes
+take the same tensor. It excludes dropout, a softcap, alibi_slopes, and schedules other than "auto" and "descending".
+
 Dropout. dropout_p is the probability of dropping an element. If it is above 0, the caller gives either dropout_bits or
 rng_state, and gives the same to both passes. dropout_bits come from `dash_attn.dropout.dropout_bits` for the query
 heads and lengths of the call (in a variable-length batch, for the longest sequence). rng_state is int64 (2,) or (batch,
@@ -45,8 +55,9 @@ which the row, or under a window a neighbouring row, sees other keys (docs/forwa
 
     attention(q, k, v, softmax_scale, causal, schedule, sm_margin, window_left=-1, window_right=-1, attention_chunk=0,
               cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, sinks=None, alibi_slopes=None,
-              softcap=0.0, *dropout) -> (out, softmax_lse)
+              softcap=0.0, *dropout, startend_row_indices=None) -> (out, softmax_lse)
     attention_kvpacked(q, kv, softmax_scale, ...)    attention_qkvpacked(qkv, num_heads_q, softmax_scale, ...)
+    attention_and_max_logits(...)    attention_kvpacked_and_max_logits(...)    attention_qkvpacked_and_max_logits(...)
 
 These combine both passes in one differentiable function of q, k, v and sinks, which takes the arguments of
 `dash_attn.interface`; sinks may have any float dtype. attention_qkvpacked has one cu_seqlens, seqused and max_seqlen
@@ -101,35 +112,55 @@ def why_not_loaded(stem: str, absent: str, folder: pathlib.Path = _FOLDER) -> st
 def _forward_cpu(
     q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, softmax_scale,
     softcap, causal, window_left, window_right, attention_chunk, sm_margin, dropout_bits=None, rng_state=None,
-    dropout_p=0.0,
+    dropout_p=0.0, startend_row_indices=None, max_logits=None,
 ):  # fmt: skip
     mask = {"causal": causal, "window": (window_left, window_right), "attention_chunk": attention_chunk}
     pack = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    sequences = packs.sequences(*pack, [q, out], [k, v], [softmax_lse], alibi_slopes)
+    of_keys = [k, v, *_with_keys_first(startend_row_indices)]
+    sequences = packs.sequences(*pack, [q, out], of_keys, [softmax_lse], alibi_slopes)
     if cu_seqlens_q is not None:
         out.zero_()
         softmax_lse.fill_(torch.inf)
     kept = layout.Kept(dropout_bits, rng_state, dropout_p)
-    for (q_rows, out_rows), (k_rows, v_rows), (lse,), slopes, number in sequences:
+    for (q_rows, out_rows), (k_rows, v_rows, *columns), (lse,), slopes, number in sequences:
         assert lse is not None
         scores = {"softmax_scale": softmax_scale, "softcap": softcap, "alibi_slopes": slopes}
         keep = kept.of(number, q.shape[-2], q_rows.shape[0], q_rows.shape[1], k_rows.shape[1])
         dropout = {"keep": keep, "dropout_p": dropout_p}
-        results = reference.forward(q_rows, k_rows, v_rows, sinks=sinks, **scores, **mask, **dropout)
+        beside = {"sinks": sinks, "startend_row_indices": columns[0].transpose(1, 2) if columns else None}
+        if max_logits is not None:
+            beside["max_logits"] = max_logits if number is None else max_logits[number : number + 1]
+        results = reference.forward(q_rows, k_rows, v_rows, **beside, **scores, **mask, **dropout)
         for target, result in zip((out_rows, lse), results):
             target.copy_(result)
+
+
+def _forward_of_pages_cpu(
+    q, k, v, out, softmax_lse, cu_seqlens_q, seqused_q, block_table, seqused_k, page_rows, page_distance, sinks,
+    alibi_slopes, softmax_scale, softcap, causal, window_left, window_right, attention_chunk, sm_margin,
+):  # fmt: skip
+    """Copies the keys of every sequence. Entries of the table past a sequence's keys are not looked at."""
+    place = torch.arange(block_table.shape[1] * page_rows).expand(len(seqused_k), -1)
+    row = block_table.repeat_interleave(page_rows, dim=1) * page_distance + place % page_rows
+    row = row[place < seqused_k[:, None]]
+    cu_seqlens_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
+    _forward_cpu(
+        q, k[row], v[row], out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, None, sinks, alibi_slopes,
+        softmax_scale, softcap, causal, window_left, window_right, attention_chunk, sm_margin,
+    )  # fmt: skip
 
 
 def _backward_cpu(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes,
     dsoftmax_lse, dsinks, softmax_scale, softcap, causal, window_left, window_right, attention_chunk, schedule,
-    sm_margin, dropout_bits=None, rng_state=None, dropout_p=0.0,
+    sm_margin, dropout_bits=None, rng_state=None, dropout_p=0.0, startend_row_indices=None,
 ):  # fmt: skip
     mask = {"causal": causal, "window": (window_left, window_right), "attention_chunk": attention_chunk}
     group_size = q.shape[-2] // k.shape[-2]
     pack = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     of_queries, of_lse = [dout, q, out, dq], [softmax_lse, dsoftmax_lse]
-    sequences = packs.sequences(*pack, of_queries, [k, v, dk, dv], of_lse, alibi_slopes)
+    of_keys = [k, v, dk, dv, *_with_keys_first(startend_row_indices)]
+    sequences = packs.sequences(*pack, of_queries, of_keys, of_lse, alibi_slopes)
     if cu_seqlens_q is not None:
         for gradient in (dq, dk, dv):
             gradient.zero_()
@@ -137,7 +168,7 @@ def _backward_cpu(
         dsinks.zero_()
     kept = layout.Kept(dropout_bits, rng_state, dropout_p)
     for sequence in sequences:
-        (dout_rows, q_rows, out_rows, dq_rows), (k_rows, v_rows, dk_rows, dv_rows), (lse, dlse) = sequence[:3]
+        (dout_rows, q_rows, out_rows, dq_rows), (k_rows, v_rows, dk_rows, dv_rows, *columns), (lse, dlse) = sequence[:3]
         if dsinks is not None:
             for of_sequence in reference.sink_gradient(dout_rows, out_rows, lse, sinks, dlse):
                 dsinks += of_sequence
@@ -154,11 +185,17 @@ def _backward_cpu(
         )
         scores = {"softmax_scale": softmax_scale, "softcap": softcap}
         scores |= {"alibi_slopes": sequence.alibi_slopes, "dsoftmax_lse": dlse}
+        scores |= {"startend_row_indices": columns[0].transpose(1, 2) if columns else None}
         keep = kept.of(sequence.number, q.shape[-2], q_rows.shape[0], q_rows.shape[1], k_rows.shape[1])
         dropped = {"keep": keep, "dropout_p": dropout_p, "order": order}
         results = reference.backward(dout_rows, q_rows, k_rows, v_rows, out_rows, lse, **scores, **mask, **dropped)
         for gradient, result in zip((dq_rows, dk_rows, dv_rows), results):
             gradient.copy_(result)
+
+
+def _with_keys_first(startend_row_indices):
+    """Returns [] or the tensor with its dimensions in the order of those of k."""
+    return [] if startend_row_indices is None else [startend_row_indices.transpose(-3, -2)]
 
 
 def _raiser(reason):
@@ -213,9 +250,10 @@ def _load() -> str | None:
     if reason is not None:
         raise ImportError(reason)
     torch.library.impl("dash_attn_C::forward", "CPU", _forward_cpu)
+    torch.library.impl("dash_attn_C::forward_of_pages", "CPU", _forward_of_pages_cpu)
     torch.library.impl("dash_attn_C::backward", "CPU", _backward_cpu)
     reason = _load_kernels()
-    for op in ("forward", "backward", "dropout_bits", "fingerprint_blocks"):
+    for op in ("forward", "forward_of_pages", "backward", "dropout_bits", "fingerprint_blocks"):
         name = f"dash_attn_C::{op}"
         # If the kernels are older than an op, the op must raise instead of using an implementation for any device.
         if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 
 from . import _schedule as _compiled
-from . import fixed_order, order_free
+from . import fixed_order, masks, order_free
 from .tile_order import TileOrder, steps
 
 # The number of query rows whose scores the forward holds at a time.
@@ -89,6 +89,8 @@ def forward(
     sinks: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    startend_row_indices: torch.Tensor | None = None,
+    max_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes the output and the log-sum-exp: LSE = log(e^sink + rowsum(exp(S))), O = exp(S - LSE) V.
 
@@ -106,6 +108,10 @@ def forward(
         sinks: (heads,); -inf is no sink.
         keep: bool (batch, heads, seqlen_q, seqlen_k): the elements of P that dropout keeps, after rounding. None: all.
         dropout_p: p, from 0 to below 1: kept elements are divided by 1 - p.
+        startend_row_indices: int32 (batch, 1 or kv_heads, seqlen_k, n): the rows that do not see each key, in addition
+            (`dash_attn.masks`). None: all rows see the key.
+        max_logits: (batch, heads), filled with -inf, like softmax_lse. The call raises each element to the largest
+            score of its head that a query sees, or sets the element to NaN if a score is NaN or +inf.
 
     Returns:
         out: (batch, seqlen_q, heads, value_head_dim), like q. Zero if a query sees no key.
@@ -118,6 +124,7 @@ def forward(
     score_type = _ScoreType(softcap, _of_rows(alibi_slopes, q_heads, batch), seqlen_k - seqlen_q)
     sink = _of_rows(sinks, q_heads, batch)
     keep = _of_groups(keep, kv_heads)
+    columns = _of_kv_heads(startend_row_indices, batch, kv_heads)
     out = q_heads.new_zeros(*q_heads.shape[:-1], v.shape[-1])
     lse = q_heads.new_full(q_heads.shape[:-1], torch.inf)
     if sink is not None:
@@ -133,8 +140,14 @@ def forward(
         products = fixed_order.matmul(rows.flatten(1, 2), k_heads[:, 0, keys].mT)
         products = products.unflatten(1, rows.shape[1:3]).mul_(softmax_scale)
         hidden = _hidden(seen, keys.start, keys.stop, q.device)
-        scores = score_type.scores(products, slice(None), start, keys.start).masked_fill_(hidden, -torch.inf)
+        if columns is not None:
+            hidden = hidden | masks.hidden_rows(columns[:, keys], start, end, causal=causal)
+        scores = score_type.scores(products, slice(None), start, keys.start)
+        scores.masked_fill_(hidden.unsqueeze(-3), -torch.inf)
         largest = scores.amax(dim=-1, keepdim=True)
+        if max_logits is not None:
+            of_heads = largest.amax(dim=(-2, -1)).view_as(max_logits)
+            torch.maximum(max_logits, of_heads.masked_fill(of_heads == torch.inf, torch.nan), out=max_logits)
         largest.masked_fill_(largest == -torch.inf, 0.0)
         p = scores.sub_(largest).exp_()
         total = _over_keys(p.flatten(1, 2), p.new_ones(p.shape[0], p.shape[3], 1)).view_as(largest)
@@ -172,6 +185,7 @@ def backward(
     dsoftmax_lse: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    startend_row_indices: torch.Tensor | None = None,
     order: TileOrder,
     sums: GradientSums | None = None,
     chunk: Chunk | None = None,
@@ -193,7 +207,8 @@ def backward(
         causal, window, attention_chunk: the mask, as in `forward`.
         softcap, alibi_slopes: as in `forward`.
         dsoftmax_lse: like softmax_lse, ignored where softmax_lse is infinite; None is 0.
-        keep, dropout_p: as in `forward`, the same as for out.
+        keep, dropout_p, startend_row_indices: as in `forward`, the same as for out. An order-free order has no
+            startend_row_indices.
         order: the result of `tile_order.tile_order` for these lengths and this mask.
         sums: the sums to add to, with an order that has one split and is not order-free; neither scaled nor rounded.
         chunk: the position of the queries and keys in the sequence that has the mask, if they are only a part of it;
@@ -211,6 +226,9 @@ def backward(
     k_heads, v_heads = k_heads[:, 0], v_heads[:, 0]
     d = _d(dout_heads, out_heads, softmax_lse, dsoftmax_lse) * (1 - dropout_p)
     keep = _of_groups(keep, kv_heads)
+    columns = _of_kv_heads(startend_row_indices, batch, kv_heads)
+    if columns is not None and order.order_free:
+        raise ValueError("order must not be order-free with startend_row_indices, got an order-free one")
     score_type = _ScoreType(softcap, _of_rows(alibi_slopes, q_heads, batch), seqlen_k - seqlen_q)
     # exp(S - inf) is 0 for the rows that see no key. Either sign may mark such rows.
     lse = softmax_lse.masked_fill(softmax_lse == -torch.inf, torch.inf).to(d.dtype).reshape(d.shape)
@@ -235,8 +253,11 @@ def backward(
         products = fixed_order.matmul(q_rows, k_heads[:, keys].mT).mul_(softmax_scale)
         scores = score_type.scores(products, head, rows.start, keys.start)
         slope_of_cap = score_type.derivative(scores)
-        seen = _visible_keys(*mask, whole.first_query + rows.start, whole.first_query + rows.stop)
+        ends = (whole.first_query + rows.start, whole.first_query + rows.stop)
+        seen = _visible_keys(*mask, *ends)
         hidden = _hidden(seen, whole.first_key + keys.start, whole.first_key + keys.stop, q.device)
+        if columns is not None:
+            hidden = hidden | masks.hidden_rows(columns[:, keys], *ends, causal=causal)
         p = scores.masked_fill_(hidden, -torch.inf).sub_(lse[:, head, rows]).exp_()
         dp = fixed_order.matmul(dout_rows, v_heads[:, keys].mT)
         dropped = None if keep is None else ~keep[:, head, rows, keys]
@@ -248,9 +269,15 @@ def backward(
         p, ds = _rounded(p, q.dtype), _rounded(ds, q.dtype)
         if dropped is not None:
             p.masked_fill_(dropped, 0.0)
-        dv_of_split[:, keys] += fixed_order.matmul(p.mT, dout_rows)
-        dk_of_split[:, keys] += fixed_order.matmul(ds.mT, q_rows)
+        of_values, of_keys = fixed_order.matmul(p.mT, dout_rows), fixed_order.matmul(ds.mT, q_rows)
         partial = fixed_order.matmul(ds, k_heads[:, keys])
+        if columns is not None:
+            # Of a tile that one head sees and another does not, what is not finite reaches only the first.
+            sees_nothing = hidden.flatten(1).all(dim=1)[:, None, None]
+            for x in (of_values, of_keys, partial):
+                x.masked_fill_(sees_nothing, 0.0)
+        dv_of_split[:, keys] += of_values
+        dk_of_split[:, keys] += of_keys
         if units is None:
             dq[:, head, rows] += partial
         else:
@@ -371,6 +398,13 @@ def _of_groups(of_heads, kv_heads):
     return None if of_heads is None else of_heads.unflatten(1, (kv_heads, -1)).flatten(0, 1)
 
 
+def _of_kv_heads(startend_row_indices, batch, kv_heads):
+    """(batch, 1 or kv_heads, seqlen_k, n) -> (batch * kv_heads, seqlen_k, n)."""
+    if startend_row_indices is None:
+        return None
+    return startend_row_indices.expand(batch, kv_heads, -1, -1).flatten(0, 1)
+
+
 def _d(dout_heads, out_heads, softmax_lse, dsoftmax_lse):
     """Returns rowsum(dO * O) - dLSE, with a last dimension of 1."""
     d = (dout_heads * out_heads).sum(dim=-1, keepdim=True)
@@ -384,7 +418,7 @@ def _weighted_values(p, v, hidden):
     finite = v.isfinite()
     if finite.all():
         return _over_keys(p, v)
-    seen = (~hidden).to(p.dtype).repeat(p.shape[1] // hidden.shape[0], 1)
+    seen = torch.cat([(~hidden).to(p.dtype)] * (p.shape[1] // hidden.shape[-2]), dim=-2)
     spoilt = seen @ (~finite).to(p.dtype)
     return _over_keys(p, v.masked_fill(~finite, 0.0)).masked_fill_(spoilt > 0, torch.nan)
 

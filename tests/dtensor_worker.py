@@ -118,6 +118,14 @@ def what_holds(mesh):
         "a plain first tensor": refused(given(None, good, good), TypeError, "q must be a DTensor"),
         "plain sinks": refused(given(*[good] * 3, learnable_sink=sinks), TypeError, "learnable_sink must be a DTensor"),
         "dropout": refused(given(*[good] * 3, dropout_p=0.5), NotImplementedError, "dropout_p must be 0 with DTensors"),
+        "a mask by key columns": refused(
+            given(*[good] * 3, startend_row_indices=torch.zeros(3, 1, 192, 2, dtype=torch.int32)),
+            NotImplementedError, "startend_row_indices must be None (DTensors are not supported with it)",
+        ),
+        "largest logits": refused(
+            given(*[good] * 3, return_max_logits=True),
+            NotImplementedError, "return_max_logits must be False (DTensors are not supported with it), got True",
+        ),
         "few heads": refused(
             lambda: dash_attn.flash_attn_func(*[distribute_tensor(x[:, :, :1], mesh, good) for x in (q, k, v)]),
             ValueError, "q must have a multiple of 2 heads",

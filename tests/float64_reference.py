@@ -108,8 +108,9 @@ class Scores(NamedTuple):
 PLAIN = Scores()
 
 
-def visible_keys(seqlen_q, seqlen_k, causal, device=None, *, window=(-1, -1), attention_chunk=0):
-    """(seqlen_q, seqlen_k) mask, pair by pair. The last query's own key is the last one."""
+def visible_keys(seqlen_q, seqlen_k, causal, device=None, *, window=(-1, -1), attention_chunk=0, hidden=None):
+    """(seqlen_q, seqlen_k) mask, pair by pair. The last query's own key is the last one. `hidden`: pairs that are
+    hidden too, which may have the dimensions (batch, 1 or kv_heads) before; the mask then has them."""
     own = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
     key = torch.arange(seqlen_k, device=device)[None, :]
     left, right = window
@@ -122,7 +123,7 @@ def visible_keys(seqlen_q, seqlen_k, causal, device=None, *, window=(-1, -1), at
         mask &= key <= own + right
     if attention_chunk > 0:
         mask &= key.div(attention_chunk, rounding_mode="floor") == own.div(attention_chunk, rounding_mode="floor")
-    return mask
+    return mask if hidden is None else mask & ~hidden
 
 
 class Head(NamedTuple):
@@ -157,12 +158,13 @@ class Head(NamedTuple):
 def attention_float64(q, k, v, dout=None, *, softmax_scale=None, causal=False, scores=PLAIN, **window):
     """Attention in float64; gradients too when `dout` is given. Any device; holds the scores of one head at a time.
 
-    `window`: the keywords window and attention_chunk.
+    `window`: the keywords window, attention_chunk and hidden.
     """
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1], k.shape[2]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     hidden = ~visible_keys(seqlen_q, seqlen_k, causal, q.device, **window)
+    hidden = hidden.expand(batch, kv_heads, seqlen_q, seqlen_k)
 
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
     lse = torch.zeros(batch, heads, seqlen_q, dtype=torch.float64, device=q.device)
@@ -173,7 +175,7 @@ def attention_float64(q, k, v, dout=None, *, softmax_scale=None, causal=False, s
         for h in range(heads):
             g = h // (heads // kv_heads)
             q_h, k_h, v_h = q[b, :, h].double(), k[b, :, g].double(), v[b, :, g].double()
-            head = Head.of(q_h @ k_h.T * scale, hidden, scores.head(b, h))
+            head = Head.of(q_h @ k_h.T * scale, hidden[b, g], scores.head(b, h))
             scale_of_kept = scores.kept_scale
             p_kept = head.p * head.kept * scale_of_kept
             out[b, :, h] = p_kept @ v_h

@@ -31,8 +31,6 @@ def programs(stages, tmp_path_factory):
     return emulation.build_rows(csrc, ["backward.cpp", stages.of(csrc)], folder)
 
 
-# dQ is made of its sums by who adds last, however small a call is; so the bits must be those of `programs`.
-ALWAYS_FINISHES = ("placement/finishing.h", "kFewestWorkTiles = 1024", "kFewestWorkTiles = 0")
 DIVIDED = "  if (divides(policy)) {\n"
 FINISHING_ROWS = ("64", "128")
 
@@ -41,7 +39,7 @@ FINISHING_ROWS = ("64", "128")
 def finishing_programs(stages, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finishing")
     divided = ("placement/finishing.h", DIVIDED, DIVIDED + "    return true;\n")
-    csrc = emulation.source(folder, ALWAYS_FINISHES, divided)
+    csrc = emulation.source(folder, emulation.ALWAYS_FINISHES, divided)
     return emulation.build_rows(csrc, ["backward.cpp", stages.of(csrc)], folder, FINISHING_ROWS)
 
 
@@ -312,7 +310,7 @@ FINISHING_FAULTS = [
 def test_faults_of_finishing_are_found(finishing_programs, stages, tmp_path, row, file, right, wrong, call):
     machines = tuple((4, seed) for seed in range(6))
     emulation.check(finishing_programs[row], machines[:2], **call)
-    check_is_found(stages, tmp_path, row, machines, call, ALWAYS_FINISHES, (file, right, wrong))
+    check_is_found(stages, tmp_path, row, machines, call, emulation.ALWAYS_FINISHES, (file, right, wrong))
 
 
 @pytest.mark.parametrize("row, file, right, wrong, call", FAULTS, ids=range(len(FAULTS)))

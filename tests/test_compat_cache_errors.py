@@ -238,3 +238,34 @@ def test_bad_argument_of_the_private_forward(change, message):
     arguments = {"q": DENSE["q"], "k": DENSE["k_cache"], "v": DENSE["v_cache"]} | new | change
     names = {"cache_names": ("k", "v"), "new_names": ("k_new", "v_new")}
     check_refused(flash_attn_3._flash_attn_forward, arguments, ValueError, message, **names)
+
+
+def interleaved_blocks():
+    """Caches of blocks 0, 2, 4 and 1, 3, 5 of a buffer, each with the other's blocks in between."""
+    buffer = t(6, 8, 2, 32)
+    return buffer[:5], buffer[1:]
+
+
+def test_blocks_of_keys_and_values_may_alternate_in_a_buffer():
+    table = int32(2, 0).view(2, 1)
+    new = NEW | {name: torch.randn_like(NEW["k"]) for name in ("k", "v")}
+    k_cache, v_cache = interleaved_blocks()
+    out = flash_attn_with_kvcache(DENSE["q"], k_cache, v_cache, **new, block_table=table)
+    apart = [x.clone() for x in interleaved_blocks()]
+    assert torch.equal(out, flash_attn_with_kvcache(DENSE["q"], *apart, **new, block_table=table))
+    assert torch.equal(k_cache[::2], apart[0][::2]) and torch.equal(v_cache[::2], apart[1][::2])
+    assert not apart[0][1::2].any() and k_cache[0, 5:].all()
+
+
+def test_a_block_of_keys_and_values_is_an_error():
+    new = NEW | {"v": NEW["k"]}
+    k_cache, v_cache = interleaved_blocks()
+    with pytest.raises(ValueError) as raised:
+        flash_attn_with_kvcache(DENSE["q"], k_cache, v_cache, **new, block_table=int32(2, 1).view(2, 1))
+    message = "block_table must name no block of k_cache that is also a named block of v_cache, got [2]"
+    assert str(raised.value) == message and not k_cache.any() and not v_cache.any()
+    # Blocks that are not whole numbers of blocks apart share memory in any table.
+    rows = t(48, 2, 32)
+    k_cache, v_cache = (rows[start : start + 40].view(5, 8, 2, 32) for start in (0, 4))
+    with pytest.raises(ValueError, match="^k_cache must not share memory with v_cache$"):
+        flash_attn_with_kvcache(DENSE["q"], k_cache, v_cache, **new, block_table=int32(2, 0).view(2, 1))

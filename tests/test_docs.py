@@ -30,8 +30,9 @@ PAGES = [str(path.relative_to(ROOT)) for path in site_pages.pages()]
 # The modules that users import; other modules with an __all__ serve these.
 PUBLIC = (
     "dash_attn", "dash_attn.compat.bert_padding", "dash_attn.compat.flash_attn_2", "dash_attn.compat.flash_attn_3",
-    "dash_attn.distributed", "dash_attn.dropout", "dash_attn.integrations.megatron", "dash_attn.integrations.torch",
-    "dash_attn.integrations.transformers", "dash_attn.receipts", "dash_attn.schedule",
+    "dash_attn.distributed", "dash_attn.dropout", "dash_attn.integrations.megatron", "dash_attn.integrations.sglang",
+    "dash_attn.integrations.torch", "dash_attn.integrations.transformers", "dash_attn.integrations.vllm",
+    "dash_attn.masks", "dash_attn.receipts", "dash_attn.schedule",
 )  # fmt: skip
 
 
@@ -75,6 +76,11 @@ def test_packed_training(determinism_put_back):
     assert len(found["train"]()) == 3
 
 
+def test_rollout():
+    found = run_blocks(f"{RECIPES}rollout.md")
+    assert found["trained"].requires_grad and found["trained"].shape == (106, 4, 64)
+
+
 def test_usage():
     from dash_attn import flash_attn_func, flash_attn_varlen_func
 
@@ -89,7 +95,14 @@ def test_usage():
     found = run_blocks(
         "docs/usage.md",
         names | layer | {"dense_input": dense["q"]},
-        [('device="cuda"', 'device="cpu"'), ("torch.manual_seed(0)", ready)],
+        [
+            ('device="cuda"', 'device="cpu"'),
+            ("torch.manual_seed(0)", ready),
+            (
+                "out, max_logits = flash_attn_func",
+                f"{' = '.join('qkv')} = dense_input\nout, max_logits = flash_attn_func",
+            ),
+        ],
     )
     found["out"].sum().backward()
     assert dense["q"].grad.any()
@@ -103,6 +116,13 @@ def test_dropout():
     names |= {"state": DropoutState.of(0), "x": torch.randn(4, 4), "weight": torch.randn(4, 4)}
     sizes = "batch=2, heads=16, seqlen_q=4096, seqlen_k=4096", "batch=1, heads=2, seqlen_q=64, seqlen_k=64"
     assert run_blocks("docs/dropout.md", names, [sizes])["out"].shape == (1, 64, 2, 32)
+
+
+def test_masks():
+    names = qkv(1, 8, 1, 16) | {"packed": torch.randn(1, 1800, 1, 16).bfloat16()}
+    names["q_1000"] = torch.randn(1, 1000, 1, 16).bfloat16()
+    found = run_blocks("docs/masks.md", names, [('device="cuda"', 'device="cpu"')])
+    assert found["mask"].shape == (1, 1, 1000, 2) and not found["causal"] and found["out"].shape == (1, 1000, 1, 16)
 
 
 @pytest.mark.parametrize("page", ["docs/receipts.md", f"{RECIPES}debugging_a_divergence.md"])
@@ -332,7 +352,7 @@ def test_reference_names_what_exists():
 
 def test_every_page_is_in_the_menu():
     menu = re.findall(r"^\s+- (?:[^:]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
-    assert len(menu) == len(set(menu)) and set(menu) == {*PAGES} - {"docs/design_decisions.md"}
+    assert len(menu) == len(set(menu)) and set(menu) == set(PAGES)
 
 
 @pytest.mark.parametrize("page", PAGES)

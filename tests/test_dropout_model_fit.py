@@ -178,7 +178,7 @@ def test_what_follows_the_model_is_within():
     found = model.every(result, model.fitted(result, "x"))
     assert {one.of for one in found} == {
         "generator, 7 rounds", "generator, 10 rounds", "attention with bits", "sequential", "overlapped",
-        "fused attention, theirs",
+        "FlashAttention-2 with dropout",
     }  # fmt: skip
     assert len(found) == 2 * len(model.BLOCKS) * 2 * 6
     assert max(abs(one.error) for one in found) < 5e-3

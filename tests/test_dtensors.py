@@ -29,6 +29,8 @@ NAMES = (
     "a plain first tensor",
     "plain sinks",
     "dropout",
+    "a mask by key columns",
+    "largest logits",
     "few heads",
     "a gradient of sinks",
     "context parallelism",

@@ -52,8 +52,16 @@ DECISIONS = [
 
 
 def check_against_deciding(programs, deciding_program, **call):
-    # One machine says what all machines say: its bits are compared with those that several have.
-    assert check(programs["128"], **call) == emulation.check(deciding_program, MACHINES[:1], **call)
+    # One machine says what all machines say: its bits are compared with those that several have. The largest logits,
+    # whose digest comes last, take another kernel and more steps that look for the largest score, but change no other
+    # bits.
+    outputs = check(programs["128"], **call)
+    if "slopes" in call:  # whose kernels do not find the largest logits
+        assert outputs == emulation.check(deciding_program, MACHINES[:1], **call)
+        return
+    with_max_logits = check(programs["128"], max_logits=1, **call)
+    assert with_max_logits == emulation.check(deciding_program, MACHINES[:1], max_logits=1, **call)
+    assert with_max_logits.startswith(outputs) and len(with_max_logits) > len(outputs)
 
 
 @pytest.mark.parametrize("call", DECISIONS, ids=str)
@@ -140,6 +148,18 @@ def test_packs(programs, row, mask):
 
 
 @pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    "mask", [dict(mask="causal"), dict(mask="full"), dict(mask="window", left=70, right=5)], ids=str
+)
+def test_keys_in_pages_have_the_bits_of_keys_in_one_tensor(programs, row, mask):
+    """Kernels for windows read pages, whatever the mask is. What is outside the keys in a page is NaN."""
+    call = dict(pack="1:250,5:400,3:0,0:7,64:64,1:129,2:17,200:210", heads=4, kv_heads=2, **mask)
+    expected = check(programs[row], **call)
+    for page_rows in (16, 48, 512):  # the last is one page for each sequence
+        assert check(programs[row], page_rows=page_rows, **call) == expected
+
+
+@pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("score", ["sinks", "softcap", "slopes", "dropout"])
 @pytest.mark.parametrize("mask", [dict(mask="causal"), dict(mask="window", left=90, right=20)], ids=str)
 def test_scores(programs, row, score, mask):
@@ -183,6 +203,29 @@ def test_products_of_features(programs, number):
     check(programs[choose(*ROWS)], **call)
 
 
+# Under a window many rows see no key of their first tile. Where queries are few, heads share tiles in the calls without
+# the largest logits.
+MAX_LOGITS = [
+    dict(seqlen_q=300, seqlen_k=333, heads=2), dict(mask="causal", seqlen_q=257, seqlen_k=100),
+    dict(mask="causal", batch=2, seqlen_q=20, seqlen_k=300, heads=16, kv_heads=2),
+    dict(mask="window", left=70, right=5, seqlen_q=300, seqlen_k=280, heads=4, kv_heads=2),
+    dict(mask="causal", pack="130:250,5:400,200:0,0:7,64:64,1:129", heads=2, kv_heads=1),
+    dict(mask="window", left=90, right=20, chunk=128, pack="1:250,5:400,3:0,200:210", heads=4, kv_heads=2),
+    dict(mask="causal", seqlen_q=200, seqlen_k=260, heads=2, sinks=1),
+    dict(mask="causal", columns="documents", seqlen_q=300),
+    dict(mask="causal", seqlen_q=300, infinite_key=0, infinite_keys=200),
+    dict(mask="causal", seqlen_q=300, infinite_key=240, infinite_keys=1, infinite_sign=1),
+    dict(seqlen_q=300, nan_query=130), dict(seqlen_q=150, seqlen_k=500, dtype="fp16") | BELOW_ZERO,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row, call", [(row, call) for row in ROWS for call in MAX_LOGITS], ids=str)
+def test_largest_logits(programs, row, call):
+    outputs = check(programs[row], **call)
+    with_max_logits = check(programs[row], max_logits=1, **call)
+    assert with_max_logits.startswith(outputs) and len(with_max_logits) > len(outputs)
+
+
 NOBODY, WRONG = "nobody can go on", " is "
 FAULTS = [
     # Reaching ahead where the loader needs the V in use first.
@@ -211,20 +254,24 @@ FAULTS = [
      "largest[0] >= int(limit_[0])", WRONG,
      dict(seqlen_q=300, scale=4, dtype="fp16")),
     # Scores below zero, whose bits are not in their order.
-    ("128", "forward/softmax.h", "__builtin_expect(limit_[0] >= kNoSign, false)", "false", WRONG,
-     CLIMB | dict(seqlen_q=300, dtype="fp16")),
     ("128", "forward/softmax.h", "may = smallest[0] <= limit_[0] || smallest[1] <= limit_[1]", "may = false", WRONG,
      BELOW_ZERO | dict(seqlen_q=300, dtype="fp16")),
-    # Limits with a sign and without one in a warp.
+    # Limits with a sign and without one in a thread.
     ("128", "forward/softmax.h", "for (uint32_t& limit : limit_) { limit = max(limit, kNoSign); }", "", WRONG,
-     BOTH_WAYS | dict(seqlen_q=200, seqlen_k=420, dtype="fp16")),
-    ("128", "forward/softmax.h", "limit_[0] >= kNoSign || limit_[1] >= kNoSign", "limit_[0] >= kNoSign", WRONG,
-     BOTH_WAYS | dict(seqlen_q=200, seqlen_k=420, dtype="fp16")),
+     BOTH_WAYS | dict(climb_from=-8000, seqlen_q=200, seqlen_k=420, dtype="fp16")),
+    # Largest logits below zero, which the signed comparison loses, and those of rows that are of no sequence.
+    ("128", "forward/softmax.h", "finds_largest && (largest_.of[0] < 0 || largest_.of[1] < 0)", "false", WRONG,
+     BELOW_ZERO | dict(seqlen_q=70, seqlen_k=300, climb_from=-100, climb=0, max_logits=1)),
+    ("128", "forward/mainloop.h", "exists ? softmax.largest(row) : -INFINITY", "softmax.largest(row)", WRONG,
+     BELOW_ZERO | dict(pack="10:300,20:300", climb_from=-100, climb=0, max_logits=1)),
+    # A call without columns whose rows with scores of -inf alone count as rows that see no key.
+    ("128", "forward/mainloop.h", "if (params_.columns.hide_keys) { return", "{ return", WRONG,
+     dict(mask="causal", seqlen_q=300, infinite_key=0, infinite_keys=200, max_logits=1)),
     # What a row summed before its first key is multiplied, not replaced.
     ("128", "forward/softmax.h", "__float_as_uint(factor) == __float_as_uint(kNothingSummed)", "false", WRONG,
      dict(mask="causal", seqlen_q=300, nan_value=256, nan_values=44)),
     # Keys one too many.
-    ("256", "forward/mainloop.h", "(0, i) >= end - column", "(0, i) > end - column", WRONG,
+    ("256", "forward/score_tile.h", "(0, i) >= end - column", "(0, i) > end - column", WRONG,
      dict(mask="causal", seqlen_q=100)),
     # An output that TMA may not see yet.
     ("64", "device/warp_roles.h", "  ptx::fence_async_shared();\n", "", WRONG, dict(seqlen_q=64)),
@@ -235,11 +282,11 @@ FAULTS = [
     ("192x128", "forward/load.h", "shared_.out_left) { left.wait", "shared_.out_left) { if (false) left.wait",
      WRONG, dict(seqlen_q=384, seqlen_k=400, heads=4, sms=1)),
     # Bits of dropout read behind the last block.
-    ("128", "forward/mainloop.h", "read(params_.dropout, row_of_bits(rows), (", "read_whole(row_of_bits(rows), (",
+    ("128", "forward/row_bits.h", "read(params.dropout, found(rows), (", "read_whole(found(rows), (",
      "a load of what is not there", dict(seqlen_q=250, dropout=0.25)),
     # P that changes while its product reads it.
     ("192", "forward/mainloop.h", "    complete_out(out, p);\n    if (corrects)",
-     "    round_p(p, s, bits, kv_tile);\n    complete_out(out, p);\n    if (corrects)",
+     "    round_p(p, s, bits_read, kv_tile);\n    complete_out(out, p);\n    if (corrects)",
      "a register changed", dict(seqlen_q=300)),
 ]  # fmt: skip
 

@@ -198,5 +198,5 @@ def test_the_ops_follow_torchs_rules():
     torch.library.opcheck(forward.default, (q, k, v, *numbers))
     out, lse = forward(q, k, v, *numbers)
     assert_same_bits((out, lse), torch.ops.dash_attn.forward(q, k, v, *numbers))
-    arguments = (*numbers, "auto", 0, torch.zeros(2), None, True, 0.0, None, None, 0.0, None, None)
+    arguments = (*numbers, "auto", 0, torch.zeros(2), None, True, 0.0, None, None, 0.0, None, None, None)
     torch.library.opcheck(torch.ops.dash_attn._gradients.default, (q, q, k, v, out, lse, None, *arguments))

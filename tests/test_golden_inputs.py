@@ -20,7 +20,7 @@ from dash_attn import schedule
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The SHA-256 of golden_bits.json by bits version. The line of a released version changes only with added cases.
-GOLDEN = {2: "dc347d323f099033"}
+GOLDEN = {2: "2e9bf35462fe7a15"}
 
 
 def test_golden_bits_belong_to_the_bits_version():
@@ -76,6 +76,17 @@ def test_the_inputs_of_a_pack():
     assert len(found) == 2 + 3 * len(schedule.fitting(**case.mask))
 
 
+def test_the_columns_of_a_case():
+    case = golden_bits.Case("bf16", 64, True, 2, 700, 301, 4, 2, column_bounds=1)
+    assert str(case) == "bf16 d64 h4/2 causal columns 1 2x700x301" and not case.is_plain
+    columns = golden_bits.columns(case, "cpu")
+    assert columns.shape == (2, 2, 301, 1) and columns.dtype == torch.int32
+    assert columns[0, 0, [0, 149, 150, 299, 300], 0].tolist() == [0, 0, 195, 195, 472]
+    assert list(golden_bits.digests(case, golden_bits.Package(), "cpu")) == [
+        "out", "softmax_lse", "descending dq", "descending dk", "descending dv"
+    ]  # fmt: skip
+
+
 def splits_of(case):
     heads = dict(heads=case.heads, kv_heads=case.kv_heads)
     lengths = (case.seqlen_q, case.seqlen_k)
@@ -86,7 +97,10 @@ def test_the_cases_are_legal_and_cover_what_they_should():
     everything = golden_bits.cases()
     assert len(set(map(str, everything))) == len(everything)
     for head_dim in (64, 128):
+        of_columns = [case for case in everything if case.column_bounds and case.head_dim == head_dim]
+        assert {(bool(case.pack), case.column_bounds) for case in of_columns} == {(False, 1), (True, 4)}
         special = [case for case in everything if not case.is_plain and case.head_dim == head_dim]
+        special = [case for case in special if case not in of_columns]
         assert {(bool(case.pack), case.window != (-1, -1)) for case in special} == {
             (False, True), (True, False), (True, True)
         }  # fmt: skip

@@ -53,7 +53,8 @@ def test_signature(function):
     keywords = {p.name: p.default for p in parameters.values() if p.kind is p.KEYWORD_ONLY}
     paged = [("block_table", None)] if function is flash_attn_varlen_func else []
     assert positional == [(name, inspect.Parameter.empty) for name in tensors] + FLASH_ATTENTION_2 + paged
-    assert keywords == {**SINK, **FLASH_ATTENTION_3, **extra, "schedule": "auto", "dropout_bits": None}
+    own = {"schedule": "auto", "dropout_bits": None, "startend_row_indices": None, "return_max_logits": False}
+    assert keywords == {**SINK, **FLASH_ATTENTION_3, **extra, **own}
     assert len(parameters) == len(positional) + len(keywords)
 
 

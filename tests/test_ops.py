@@ -48,26 +48,35 @@ SCORES = "Tensor? sinks, Tensor? alibi_slopes"
 OPTIONAL_DROPOUT = "Tensor? dropout_bits=None, Tensor? rng_state=None, float dropout_p=0."
 OPTIONAL_SCORES = f"Tensor? sinks=None, Tensor? alibi_slopes=None, float softcap=0., {OPTIONAL_DROPOUT}"
 KERNEL_NUMBERS = NUMBERS.replace("softmax_scale", "softmax_scale, float softcap")
-LONGEST = "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None"
+COLUMNS = "Tensor? startend_row_indices=None"
+LAST = f"SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, {COLUMNS}"
 OUTPUTS = "(Tensor out, Tensor softmax_lse)"
+AND_MAX_LOGITS = "(Tensor out, Tensor softmax_lse, Tensor max_logits)"
 READ = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse"
 SCHEMAS = [
     f"dash_attn::forward(Tensor q, Tensor k, Tensor v, {PACK}, {NUMBERS}, SymInt sm_margin=0, {OPTIONAL_SCORES}, "
-    f"{LONGEST}) -> {OUTPUTS}",
+    f"{LAST}) -> {OUTPUTS}",
     f"dash_attn::backward({READ}, Tensor(a6!) dq, Tensor(a7!) dk, Tensor(a8!) dv, {PACK}, {NUMBERS}, str schedule, "
     "SymInt sm_margin, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? dsoftmax_lse=None, "
-    f"Tensor(a9!)? dsinks=None, float softcap=0., {OPTIONAL_DROPOUT}, {LONGEST}) -> ()",
-    f"dash_attn::attention(Tensor q, Tensor k, Tensor v, {OPTIONS}, {OPTIONAL_PACK}, {OPTIONAL_SCORES}, {LONGEST}) -> "
+    f"Tensor(a9!)? dsinks=None, float softcap=0., {OPTIONAL_DROPOUT}, {LAST}) -> ()",
+    f"dash_attn::attention(Tensor q, Tensor k, Tensor v, {OPTIONS}, {OPTIONAL_PACK}, {OPTIONAL_SCORES}, {LAST}) -> "
     f"{OUTPUTS}",
-    f"dash_attn::attention_kvpacked(Tensor q, Tensor kv, {OPTIONS}, {OPTIONAL_PACK}, {OPTIONAL_SCORES}, {LONGEST}) -> "
+    f"dash_attn::attention_kvpacked(Tensor q, Tensor kv, {OPTIONS}, {OPTIONAL_PACK}, {OPTIONAL_SCORES}, {LAST}) -> "
     f"{OUTPUTS}",
     f"dash_attn::attention_qkvpacked(Tensor qkv, SymInt? num_heads_q, {OPTIONS}, Tensor? cu_seqlens=None, "
-    f"Tensor? seqused=None, {OPTIONAL_SCORES}, SymInt? max_seqlen=None) -> {OUTPUTS}",
+    f"Tensor? seqused=None, {OPTIONAL_SCORES}, SymInt? max_seqlen=None, {COLUMNS}) -> {OUTPUTS}",
     f"dash_attn_C::forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, {PACK}, {SCORES}, "
-    f"{KERNEL_NUMBERS}, int sm_margin, {OPTIONAL_DROPOUT}) -> ()",
+    f"{KERNEL_NUMBERS}, int sm_margin, {OPTIONAL_DROPOUT}, {COLUMNS}, Tensor(c!)? max_logits=None) -> ()",
     f"dash_attn_C::backward({READ}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {PACK}, {SCORES}, "
-    f"Tensor? dsoftmax_lse, Tensor(d!)? dsinks, {KERNEL_NUMBERS}, int schedule, int sm_margin, {OPTIONAL_DROPOUT}) "
-    "-> ()",
+    f"Tensor? dsoftmax_lse, Tensor(d!)? dsinks, {KERNEL_NUMBERS}, int schedule, int sm_margin, {OPTIONAL_DROPOUT}, "
+    f"{COLUMNS}) -> ()",
+]
+
+
+SCHEMAS += [
+    schema.replace("(", "_and_max_logits(", 1).replace(OUTPUTS, AND_MAX_LOGITS)
+    for schema in SCHEMAS
+    if schema.endswith(OUTPUTS)
 ]
 
 

@@ -61,6 +61,15 @@ def test_a_right_pack_passes(pool):
         pack_checks.assert_as_alone(pack, {"auto": outputs(pack)})
 
 
+def test_a_mask_by_key_columns_is_that_of_its_sequence():
+    pack = make_pack(Pool(Problem(1, 0, 0, 4, 2, 16, False, column_bounds=4, column_heads=True), "cpu"))
+    assert pack.columns.shape == (2, ROWS_K.total, 4)
+    pack_checks.assert_as_alone(pack, {"auto": outputs(pack)})
+    pack.sequences[3].columns.zero_()  # The outputs of the sequence alone are computed already.
+    with pytest.raises(AssertionError, match="auto: out.* of sequence 3 "):
+        pack_checks.assert_as_alone(pack, {"auto": outputs(pack)})
+
+
 @pytest.mark.parametrize("name", pack_checks.OUTPUTS)
 def test_one_bit_is_seen_where_it_is(name, pool):
     pack = make_pack(pool)

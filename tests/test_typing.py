@@ -35,6 +35,8 @@ reveal_type(flash_attn_with_kvcache(x, x, x, cache_seqlens=3))
 reveal_type(flash_attn_with_kvcache(x, x, x, return_softmax_lse=True))
 reveal_type(flash_attn_2.flash_attn_func(x, x, x))
 reveal_type(flash_attn_func(x, x, x, return_attn_probs=flag))
+reveal_type(flash_attn_func(x, x, x, return_max_logits=True))
+reveal_type(flash_attn_varlen_func(x, x, x, offsets, offsets, 9, 9, return_attn_probs=True, return_max_logits=flag))
 reveal_type(flash_attn_2.flash_attn_with_kvcache(x, x, x, return_softmax_lse=True))
 reveal_type(flash_attn_3.flash_attn_func(x, x, x, None, True, schedule=chosen))
 reveal_type(flash_attn_3.flash_attn_func(x, x, x, return_attn_probs=True, s_aux=x))
@@ -52,9 +54,11 @@ def _tuple(count: int) -> str:
     return f"tuple[{', '.join([_TENSOR] * count)}]"
 
 
+_ANY_TUPLE = f"{_TENSOR} | tuple[{_TENSOR}, ...]"
 REVEALED = [
-    _TENSOR, _TENSOR, _tuple(3), _TENSOR, _TENSOR, _tuple(2), _TENSOR, f"{_TENSOR} | {_tuple(3)}", _tuple(2),
-    _TENSOR, _tuple(2), f"{_TENSOR} | {_tuple(2)}", _TENSOR, _tuple(4), _TENSOR, _tuple(3), f"{_TENSOR} | {_tuple(3)}",
+    _TENSOR, _TENSOR, _tuple(3), _TENSOR, _TENSOR, _tuple(2), _TENSOR, f"{_TENSOR} | {_tuple(3)}", _ANY_TUPLE,
+    _ANY_TUPLE, _tuple(2), _TENSOR, _tuple(2), f"{_TENSOR} | {_tuple(2)}", _TENSOR, _tuple(4), _TENSOR, _tuple(3),
+    f"{_TENSOR} | {_tuple(3)}",
 ]  # fmt: skip
 
 
@@ -148,10 +152,17 @@ def arguments_of(tree, node):
 def test_overloads_have_the_functions_signature(tree, function):
     nodes = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function.__name__]
     overloads = [node for node in nodes if [ast.unparse(x) for x in node.decorator_list] == ["overload"]]
-    plain, flagged, either = (arguments_of(tree, node) for node in overloads)
+    plain, flagged, either, *with_max_logits = (arguments_of(tree, node) for node in overloads)
     returned = [ast.unparse(node.returns) for node in overloads]
     assert returned[0] == "Tensor" and returned[2] == f"Tensor | {returned[1]}"
-    signature = inspect.signature(function).parameters.values()
+    signature = list(inspect.signature(function).parameters.values())
+    # A call that gives this flag has an overload of its own.
+    of_max_logits = [x for x in signature if x.name == "return_max_logits"]
+    signature = [x for x in signature if x not in of_max_logits]
+    assert len(with_max_logits) == len(of_max_logits)
+    for arguments, flag in zip(with_max_logits, of_max_logits):
+        assert returned[3] == "Tensor | tuple[Tensor, ...]"
+        assert arguments == (either[0], {flag.name: (flag.annotation, None)} | either[1])
     in_place = [x for x in signature if x.kind is x.POSITIONAL_OR_KEYWORD]
     flag = "return_softmax_lse" if function.__name__ == "flash_attn_with_kvcache" else "return_attn_probs"
     annotations = {x.name: x.annotation.replace("Sequence[int | None]", "_Window") for x in signature}

@@ -92,6 +92,7 @@ struct Variant : Geometry {
   using Score = Score_;
   using Policies = Policies_;
   static constexpr MaskKind kMask = kMask_;
+  static constexpr bool kHasColumns = kMask == MaskKind::kColumns;
   static constexpr int kClusterSize = Order<Policies::kAny>::kCtaGroup;
   static constexpr bool kOrderFree = accumulation(Policies::kAny) == Accumulation::kOrderFree;
   static constexpr bool kCarries = Policies::kCarries;

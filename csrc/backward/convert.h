@@ -118,8 +118,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
 
   // The accumulator is unwritten where the queries see no key, neither in this call nor, with carried sums, in earlier
   // ones.
-  const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, mask_of(params.call.mask, owner.lengths)};
-  const int adds = grid.kv_tiles_of(owner.query_tile).count;
+  const int adds = adds_to_query_tile<Geometry>(params.call, owner);
   const bool live = adds > 0 || params.continues.contains(owner.query_tile);
   if (adds > 0 && threadIdx.x < Geometry::kDqParts) {
     const int* const semaphore = params.workspace.dq_semaphores + int64_t(block) * Geometry::kDqParts + threadIdx.x;

@@ -19,8 +19,10 @@
 #include <type_traits>
 
 #include "../device/fragment.h"
+#include "../device/hidden_keys.h"
 #include "../device/warp_roles.h"
 #include "carried_sums.h"
+#include "columns.h"
 #include "dq_layout.h"
 #include "epilogue.h"
 #include "finish_dq.h"
@@ -347,6 +349,10 @@ class Consumer {
     if (tile.needs_masking) {
       const Mask mask = Variant::grid(work().sequence, params_.window).mask;
       apply_mask(s, mask, tile.query_tile * Variant::kQuery, first_key(), thread_);
+      if constexpr (Variant::kHasColumns) {
+        hide_queries(s, tile.query_tile * Variant::kQuery + fragment_column(thread_, 0),
+                     hidden_keys_of(params_, work(), first_key() + fragment_row(thread_, 0)));
+      }
     }
     probabilities(s, shared_.lse[step.slot()], params_.score.scale_log2, thread_);
   }

@@ -9,6 +9,7 @@
 #include "../contract/fixed_point.h"
 #include "../device/dropout_bits.h"
 #include "../device/score.h"
+#include "../placement/columns.h"
 #include "../placement/work_tile.h"
 
 namespace dash_attn::backward {
@@ -62,6 +63,7 @@ struct SequencesOfCall {
   MaskRule mask;
   int batch, heads, kv_heads;
   PackView pack;
+  ColumnsView columns;  // if there are any
 
   __host__ __device__ int group_size() const { return heads / kv_heads; }
 };
@@ -78,6 +80,18 @@ struct TileOwner {
 
   __device__ int row(int tile_rows) const { return query_tile * tile_rows; }
 };
+
+// The KV tiles that add to dQ of a query tile.
+template <typename Geometry>
+__device__ __forceinline__ int adds_to_query_tile(const SequencesOfCall& call, const TileOwner& owner) {
+  if (call.columns.exist()) {
+    const int first_row = owner.first_row + (call.pack.is_pack() ? 0 : owner.batch * call.sequence.seqlen_q);
+    const int number = TileNumbers{Geometry::kQuery}.first(owner.number, first_row) + owner.query_tile;
+    return call.columns.live_tiles(owner.head / call.group_size(), number).count;
+  }
+  const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, mask_of(call.mask, owner.lengths)};
+  return grid.kv_tiles_of(owner.query_tile).count;
+}
 
 // Returns false if a pack has no such tile, because only the device knows how many there are.
 template <int kTileRows>
@@ -111,7 +125,6 @@ struct CarriedSums {
   Range dq_continues;   // the query tiles of each head that continue a sum
   bool keys_continue;   // whether dK and dV continue a sum
   bool keys_end;        // whether dK and dV are complete, and so are rounded and stored
-  bool heads_together;  // of the call's own mask (order.h); the kernel treats it as a window
 };
 
 struct KernelParams {
@@ -132,11 +145,14 @@ struct KernelParams {
   dropout::BitsView dropout;
   CarriedSums carried;  // for kernels that carry sums
   bool finishes_dq;
+  // Of the call's own mask (order.h), which kernels that carry sums or have columns see as a window.
+  bool heads_together;
+  ColumnsView columns;  // for kColumns
 
   // Without the mask, for find_owner.
   __device__ __forceinline__ SequencesOfCall sequences() const {
     const int heads = scheduler.kv_heads * scheduler.group_size;
-    return {scheduler.sequence, {}, scheduler.batch, heads, scheduler.kv_heads, pack};
+    return {scheduler.sequence, {}, scheduler.batch, heads, scheduler.kv_heads, pack, {}};
   }
 };
 

@@ -2,6 +2,7 @@
 // adders.
 #pragma once
 
+#include "columns.h"
 #include "params.h"
 #include "storage.h"
 #include "work_ring.h"
@@ -20,8 +21,12 @@ class Planner {
     if constexpr (Variant::kMayFinishDq) { shared_.sum_parities = 0; }
     for (; wait_for_work(shared_, ring_); ring_ = ring_.next()) {
       const WorkTile& work = shared_.work[ring_.slot()];
-      Variant::Policies::with(params_.scheduler.policy,
-                              [&](auto policy) { plan_work_tile<decltype(policy)::value>(work); });
+      if constexpr (Variant::kHasColumns) {
+        plan_live_visits(work);
+      } else {
+        Variant::Policies::with(params_.scheduler.policy,
+                                [&](auto policy) { plan_work_tile<decltype(policy)::value>(work); });
+      }
       opaque(ring_.count);
       shared_.work_empty[ring_.slot()].arrive();
     }
@@ -78,9 +83,58 @@ class Planner {
     }
   }
 
+  // The same under a mask by key columns, whose plan says which query tiles are visited: downwards, as in the
+  // descending order.
+  __device__ __forceinline__ void plan_live_visits(const WorkTile& work) {
+    static_assert(Variant::Policies::kAny == Policy::kDescending);
+    const LiveVisits& visits = column_tile_of<Variant>(params_, work).visits;
+    int left = work.steps, head = 0, query_tile = left > 0 ? visits.last : 0;
+    for (bool is_first = true; left > 0; is_first = false) {
+      --left;
+      shared_.plan_empty[plan_.slot()].wait(plan_.empty_parity());
+      PlannedStep& planned = shared_.plan[plan_.slot()];
+      planned.query_tile = query_tile;
+      planned.dq_tile = work.first_dq_tile + head * ceil_div(work.sequence.seqlen_q, Variant::kQuery) + query_tile;
+      compiler_fence();
+      const PlannedVisit visit = planned_visit<Variant>(params_, work, query_tile);
+      planned.rank = visit.rank;
+      int packed = ((work.first_query_head + head) << PlannedStep::kHeadShift) + PlannedStep::kIsOrdered +
+                   (left == 0 ? PlannedStep::kIsLast : 0) + (visit.needs_masking ? PlannedStep::kNeedsMasking : 0);
+      if constexpr (Variant::kMayFinishDq) {
+        packed += finishing_flags(visit.rank, visit.kv_tiles) + (is_first ? PlannedStep::kIsFirst : 0);
+      }
+      planned.packed = packed;
+      shared_.plan_full[plan_.slot()].arrive();
+      plan_ = plan_.next();
+      compiler_fence();
+      if (params_.heads_together) {
+        const bool is_last_head = head + 1 == work.query_heads;
+        head = is_last_head ? 0 : head + 1;
+        if (is_last_head) { query_tile = visits.last_before(query_tile); }
+      } else {
+        const bool ends_head = query_tile == visits.first;
+        head += ends_head;
+        query_tile = ends_head ? visits.last : visits.last_before(query_tile);
+      }
+    }
+  }
+
+  // Whether the KV tile of that rank, of `kv_tiles` that add to a query tile, finishes dQ; and if so the parity of its
+  // sum.
+  __device__ __forceinline__ int finishing_flags(int rank, int kv_tiles) {
+    if (!params_.finishes_dq || rank + 1 != kv_tiles) { return 0; }
+    int flags = PlannedStep::kFinishesDq;
+    if (rank > 0) {
+      const int buffer = 1 << plan_.count % Variant::kDqSlots;
+      if (shared_.sum_parities & buffer) { flags += PlannedStep::kIsOddSum; }
+      shared_.sum_parities ^= buffer;
+    }
+    return flags;
+  }
+
   template <Policy kPolicy>
   __device__ __forceinline__ bool are_heads_together() const {
-    return Variant::kCarries ? params_.carried.heads_together : heads_together<kPolicy>(Variant::kMask);
+    return Variant::kCarries ? params_.heads_together : heads_together<kPolicy>(Variant::kMask);
   }
 
   // Whether the work tile's partials are added in fp32 in the order of their ranks.

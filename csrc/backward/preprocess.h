@@ -85,9 +85,8 @@ __device__ __forceinline__ void zero_unseen_rows(const PreprocessParams<typename
                                                  const TileOwner& owner, int first_row) {
   using Tile = PreprocessTile<Geometry>;
   if (!params.dq.data) { return; }
-  const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, mask_of(params.call.mask, owner.lengths)};
   const int column = threadIdx.x % Tile::kThreadsPerRow * 8;
-  if (grid.kv_tiles_of(owner.query_tile).count > 0 || column >= params.head_dims.qk) { return; }
+  if (adds_to_query_tile<Geometry>(params.call, owner) > 0 || column >= params.head_dims.qk) { return; }
 #pragma unroll 1
   for (int pass = 0; pass < Tile::kPasses; ++pass) {
     const int row = first_row + (pass * kPreprocessThreads + threadIdx.x) / Tile::kThreadsPerRow;

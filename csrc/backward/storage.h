@@ -14,8 +14,9 @@ constexpr int kNoMoreWork = -2;   // value of kv_tile of a work tile
 constexpr int kNoMoreTiles = -1;  // value of dq_tile of a planned step
 constexpr int kNoScale = -1;      // value of scale_tile of a partial that stays in fp32
 
-// A step as the planner announces it to the loader and an adder.
-struct PlannedStep {
+// A step as the planner announces it to the loader and an adder. It is aligned so that a vector load of a step reads no
+// word of the step before, which the planner may be writing.
+struct alignas(16) PlannedStep {
   int query_tile;
   int dq_tile;  // its index among the query tiles of all heads, or kNoMoreTiles
   int rank;     // of the KV tile in the sum of dQ there

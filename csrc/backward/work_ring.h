@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../device/ptx.h"
+#include "columns.h"
 #include "params.h"
 #include "storage.h"
 #include "whole_tiles.h"
@@ -99,9 +100,16 @@ __device__ __forceinline__ bool write_work(SharedStorage<Variant>& shared, WorkT
   const TileGrid grid = Variant::grid(scheduler.sequence, params.window);
   scheduler.fill_in(work, grid);
   compiler_fence();
-  work.steps = scheduler.template steps_of<Variant::Policies::kAny>(work, Variant::grid(work.sequence, params.window));
+  if constexpr (!Variant::kHasColumns) {
+    work.steps =
+        scheduler.template steps_of<Variant::Policies::kAny>(work, Variant::grid(work.sequence, params.window));
+  }
   compiler_fence();
   if (pack.is_pack()) { scheduler.move_into_pack(work, pack.sequences[work.packed]); }
+  if constexpr (Variant::kHasColumns) {
+    compiler_fence();
+    work.steps = column_tile_of<Variant>(params, work).visits.count * work.query_heads;
+  }
   return true;
 }
 

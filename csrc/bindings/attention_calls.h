@@ -17,7 +17,8 @@ namespace dash_attn {
 
 using torch::autograd::variable_list;
 
-using ForwardOp = FlatSignature<decltype(forward)>;
+using ForwardOp = FlatSignature<decltype(forward<Outputs>)>;
+using ForwardAndMaxLogitsOp = FlatSignature<decltype(forward<OutputsAndMaxLogits>)>;
 using BackwardOp = FlatSignature<decltype(backward)>;
 
 // What a call is told besides the tensors that have gradients.
@@ -32,6 +33,8 @@ struct Options {
   double softcap;
   bool has_sinks;  // the last of the tensors that have gradients
   DropoutArguments dropout;
+  std::optional<Tensor> columns;  // startend_row_indices
+  bool has_max_logits = false;    // the forward's third result
 };
 
 struct Operands {
@@ -65,12 +68,19 @@ inline std::atomic<bool> forward_is_flash_attns = false;
 
 inline void name_forward(bool as_flash_attn) { forward_is_flash_attns = as_flash_attn; }
 
-inline Outputs call_forward(at::TensorList inputs, const Options& options) {
+// The largest logits are undefined if the options have none.
+inline OutputsAndMaxLogits call_forward(at::TensorList inputs, const Options& options) {
   const Operands operands = unpack(packed_of(inputs, options), options.num_heads_q);
+  const auto call = [&](const auto& op) {
+    return call_flat(op, operands.q, operands.k, operands.v, options.pack, options.softmax_scale, options.mask,
+                     options.sm_margin, score_tensors_of(inputs, options), options.softcap,
+                     options.dropout.of_forward(), options.columns);
+  };
+  if (options.has_max_logits) { return call(DASH_OP("dash_attn::forward_and_max_logits", ForwardAndMaxLogitsOp)); }
   const auto& op = forward_is_flash_attns ? DASH_OP("flash_attn::_dash_attn_forward", ForwardOp)
                                           : DASH_OP("dash_attn::forward", ForwardOp);
-  return call_flat(op, operands.q, operands.k, operands.v, options.pack, options.softmax_scale, options.mask,
-                   options.sm_margin, score_tensors_of(inputs, options), options.softcap, options.dropout.of_forward());
+  auto [out, softmax_lse] = call(op);
+  return {std::move(out), std::move(softmax_lse), Tensor()};
 }
 
 // What the outputs were and how the loss changes with them.
@@ -84,13 +94,13 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> gradients_of(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
     OptionalTensor dsoftmax_lse, const PackTensors& pack, double softmax_scale, const MaskArguments& mask,
     std::string_view schedule, SymInt sm_margin, const ScoreTensors& scores, bool wants_sinks, double softcap,
-    const DropoutArguments& dropout) {
+    const DropoutArguments& dropout, OptionalTensor columns) {
   const Tensor dq = at::empty_like(q), dk = at::empty_like(k), dv = at::empty_like(v);
   std::optional<Tensor> dsinks;
   if (wants_sinks) { dsinks = at::empty_like(*scores.sinks); }
   call_flat(DASH_OP("dash_attn::backward", BackwardOp), BackwardTensors{dout, q, k, v, out, softmax_lse, dq, dk, dv},
             pack, softmax_scale, mask, schedule, sm_margin, scores, ScoreGradients{dsoftmax_lse, dsinks}, softcap,
-            dropout);
+            dropout, columns);
   return {dq, dk, dv, dsinks ? *dsinks : at::empty({0}, softmax_lse.options())};
 }
 
@@ -110,7 +120,7 @@ inline variable_list gradients_of_batch(const OutputGradients& outputs, at::Tens
       call_flat(DASH_OP("dash_attn::_gradients", FlatSignature<decltype(gradients_of)>), outputs.dout, q, k, v,
                 outputs.out, outputs.softmax_lse, outputs.dsoftmax_lse, options.pack, options.softmax_scale,
                 options.mask, options.schedule, options.sm_margin, score_tensors_of(inputs, options), wants_sinks,
-                options.softcap, options.dropout.of_backward());
+                options.softcap, options.dropout.of_backward(), options.columns);
   variable_list gradients;
   if (packed.size() == 3) {
     gradients = {dq, dk, dv};
@@ -143,7 +153,8 @@ inline variable_list call_backward(const OutputGradients& outputs, at::TensorLis
   call_flat(DASH_OP("dash_attn::backward", BackwardOp),
             BackwardTensors{outputs.dout, q, k, v, outputs.out, outputs.softmax_lse, dq, dk, dv}, options.pack,
             options.softmax_scale, options.mask, options.schedule, options.sm_margin, scores,
-            ScoreGradients{outputs.dsoftmax_lse, dsinks}, options.softcap, options.dropout.of_backward());
+            ScoreGradients{outputs.dsoftmax_lse, dsinks}, options.softcap, options.dropout.of_backward(),
+            options.columns);
   return gradients;
 }
 

@@ -21,14 +21,14 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // Tensors without gradients among those that are saved, where an undefined one stands for none.
-constexpr size_t kConstants = 7;
+constexpr size_t kConstants = 8;
 
 void save_constants(const Options& options, variable_list& saved) {
   const PackTensors& pack = options.pack;
   const DropoutArguments dropout = options.dropout.of_backward();
-  if (!pack.exists() && !options.alibi_slopes && !dropout.exists()) { return; }
+  if (!pack.exists() && !options.alibi_slopes && !dropout.exists() && !options.columns) { return; }
   for (const auto* tensor : {&options.alibi_slopes, &pack.cu_seqlens_q, &pack.cu_seqlens_k, &pack.seqused_q,
-                             &pack.seqused_k, &dropout.bits, &dropout.rng_state}) {
+                             &pack.seqused_k, &dropout.bits, &dropout.rng_state, &options.columns}) {
     saved.push_back(tensor->value_or(Tensor()));
   }
 }
@@ -56,10 +56,10 @@ struct Attention : torch::autograd::Function<Attention> {
                               *kSoftcap = "softcap", *kDropout = "dropout_p", *kMostQueries = "max_seqlen_q",
                               *kMostKeys = "max_seqlen_k";
 
-  // (out, softmax_lse)
+  // (out, softmax_lse), and the largest logits if the options have them
   static variable_list forward(AutogradContext* context, at::TensorList inputs, const Options& options) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [out, softmax_lse] = call_forward(inputs, options);
+    auto [out, softmax_lse, max_logits] = call_forward(inputs, options);
     variable_list saved(inputs.begin(), inputs.end());
     const size_t count = saved.size() + 2;
     saved.push_back(out);
@@ -83,7 +83,9 @@ struct Attention : torch::autograd::Function<Attention> {
       data[kMostQueries] = *dropout.max_seqlen_q;
       data[kMostKeys] = *dropout.max_seqlen_k;
     }
-    return {std::move(out), std::move(softmax_lse)};
+    if (!options.has_max_logits) { return {std::move(out), std::move(softmax_lse)}; }
+    context->mark_non_differentiable({max_logits});
+    return {std::move(out), std::move(softmax_lse), std::move(max_logits)};
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients_of_outputs) {
@@ -114,7 +116,8 @@ struct Attention : torch::autograd::Function<Attention> {
                           has(kHasSinks),
                           {{constant(5), constant(6), has(kDropout) ? data[kDropout].toDouble() : 0.0},
                            most(kMostQueries),
-                           most(kMostKeys)}};
+                           most(kMostKeys)},
+                          constant(7)};
     const at::TensorList inputs(saved.data(), count);
     const Tensor& out = saved[count];
     const OutputGradients outputs{dout.defined() ? dout : at::zeros_like(out), out, saved[count + 1],
@@ -138,10 +141,12 @@ void check_no_tangent(const Tensor& tensor) {
 }
 
 // Attention of what the caller gave, once that is known to be right.
-Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> num_heads_q,
-                  std::optional<double> softmax_scale, MaskArguments mask, std::string_view schedule, SymInt sm_margin,
-                  const ScoreArguments& scores, const DropoutArguments& dropout) {
+template <class Result>
+Result attention(variable_list packed, PackTensors pack, std::optional<SymInt> num_heads_q,
+                 std::optional<double> softmax_scale, MaskArguments mask, std::string_view schedule, SymInt sm_margin,
+                 const ScoreArguments& scores, const DropoutArguments& dropout, OptionalTensor columns) {
   check_mask(mask);
+  check_schedule_of_columns(columns, schedule);
   resolve_schedule(schedule, mask, scores, dropout.p != 0, padded_row(packed.front(), packed.back()));
   const SymInt head_dim = packed[0].sym_size(-1);
   Options options{std::move(num_heads_q),
@@ -153,7 +158,9 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
                   scores.alibi_slopes,
                   scores.softcap,
                   scores.sinks.has_value(),
-                  dropout};
+                  dropout,
+                  columns,
+                  kHasMaxLogits<Result>};
   if (dropout.exists()) {
     const Operands operands = unpack(packed, options.num_heads_q);
     // Each pass takes one of the two.
@@ -183,49 +190,62 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
     differentiable = differentiable || (at::GradMode::is_enabled() && tensor.requires_grad());
   }
   if (scores.alibi_slopes) { check_no_tangent(*scores.alibi_slopes); }
-  Tensor out, softmax_lse;
+  Tensor out, softmax_lse, max_logits;
   if (differentiable) {
     variable_list outputs = Attention::apply(at::TensorList(packed), options);
     out = std::move(outputs[0]);
     softmax_lse = std::move(outputs[1]);
+    if constexpr (kHasMaxLogits<Result>) { max_logits = std::move(outputs[2]); }
   } else {
     at::AutoDispatchBelowADInplaceOrView guard;
-    std::tie(out, softmax_lse) = call_forward(packed, options);
+    std::tie(out, softmax_lse, max_logits) = call_forward(packed, options);
   }
   if (value_head_dim % kHeadDimMultiple != 0) { out = out.slice_symint(-1, 0, value_head_dim); }
-  return {std::move(out), std::move(softmax_lse)};
+  if constexpr (kHasMaxLogits<Result>) {
+    return {std::move(out), std::move(softmax_lse), std::move(max_logits)};
+  } else {
+    return {std::move(out), std::move(softmax_lse)};
+  }
 }
 
-Outputs attention_qkv(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> softmax_scale,
-                      bool causal, std::string_view schedule, SymInt sm_margin, const WindowArguments& window,
-                      const PackTensors& pack, const ScoreArguments& scores, const DropoutArguments& dropout) {
+template <class Result>
+Result attention_qkv(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> softmax_scale,
+                     bool causal, std::string_view schedule, SymInt sm_margin, const WindowArguments& window,
+                     const PackTensors& pack, const ScoreArguments& scores, const DropoutArguments& dropout,
+                     OptionalTensor columns) {
   check_qkv(q, k, v, pack);
-  return attention({q, k, v}, pack, std::nullopt, softmax_scale, {causal, window}, schedule, std::move(sm_margin),
-                   scores, dropout);
+  return attention<Result>({q, k, v}, pack, std::nullopt, softmax_scale, {causal, window}, schedule,
+                           std::move(sm_margin), scores, dropout, columns);
 }
 
-Outputs attention_kvpacked(const Tensor& q, const Tensor& kv, std::optional<double> softmax_scale, bool causal,
-                           std::string_view schedule, SymInt sm_margin, const WindowArguments& window,
-                           const PackTensors& pack, const ScoreArguments& scores, const DropoutArguments& dropout) {
+template <class Result>
+Result attention_kvpacked(const Tensor& q, const Tensor& kv, std::optional<double> softmax_scale, bool causal,
+                          std::string_view schedule, SymInt sm_margin, const WindowArguments& window,
+                          const PackTensors& pack, const ScoreArguments& scores, const DropoutArguments& dropout,
+                          OptionalTensor columns) {
   check_kvpacked(q, kv, pack);
-  return attention({q, kv}, pack, std::nullopt, softmax_scale, {causal, window}, schedule, std::move(sm_margin), scores,
-                   dropout);
+  return attention<Result>({q, kv}, pack, std::nullopt, softmax_scale, {causal, window}, schedule,
+                           std::move(sm_margin), scores, dropout, columns);
 }
 
-Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q, std::optional<double> softmax_scale,
-                            bool causal, std::string_view schedule, SymInt sm_margin, const WindowArguments& window,
-                            OptionalTensor cu_seqlens, OptionalTensor seqused, const ScoreArguments& scores,
-                            const KernelDropout& dropout, std::optional<SymInt> max_seqlen) {
+template <class Result>
+Result attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q, std::optional<double> softmax_scale,
+                           bool causal, std::string_view schedule, SymInt sm_margin, const WindowArguments& window,
+                           OptionalTensor cu_seqlens, OptionalTensor seqused, const ScoreArguments& scores,
+                           const KernelDropout& dropout, std::optional<SymInt> max_seqlen, OptionalTensor columns) {
   const PackTensors pack{cu_seqlens, cu_seqlens, seqused, seqused};
   check_qkvpacked(qkv, num_heads_q, pack);
-  return attention({qkv}, pack, std::move(num_heads_q), softmax_scale, {causal, window}, schedule,
-                   std::move(sm_margin), scores, {dropout, max_seqlen, max_seqlen});
+  return attention<Result>({qkv}, pack, std::move(num_heads_q), softmax_scale, {causal, window}, schedule,
+                           std::move(sm_margin), scores, {dropout, max_seqlen, max_seqlen}, columns);
 }
 
 }  // namespace
 }  // namespace dash_attn
 
+using dash_attn::Outputs, dash_attn::OutputsAndMaxLogits;
+
 #define DASH_PACK "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
+#define DASH_PAGES "Tensor block_table, Tensor seqused_k, int page_rows, int page_distance, "
 #define DASH_MASK "bool causal, int window_left, int window_right, int attention_chunk, "
 // FlashAttention-2's names of the sides.
 #define DASH_FLASH_MASK "bool causal, int window_size_left, int window_size_right, int attention_chunk, "
@@ -233,71 +253,93 @@ Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q
 // What stands last is seldom asked for: left out, it costs a call nothing.
 #define DASH_OPTIONAL_DROPOUT "Tensor? dropout_bits=None, Tensor? rng_state=None, float dropout_p=0.0"
 #define DASH_OPTIONAL_SCORES "Tensor? sinks=None, Tensor? alibi_slopes=None, float softcap=0.0, " DASH_OPTIONAL_DROPOUT
-#define DASH_OPTIONAL_LENGTHS ", SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None"
+#define DASH_OPTIONAL_COLUMNS ", Tensor? startend_row_indices=None"
+#define DASH_OPTIONAL_LAST ", SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None" DASH_OPTIONAL_COLUMNS
 #define DASH_OPTIONS                                                                                             \
   "float? softmax_scale, bool causal, str schedule, SymInt sm_margin, int window_left=-1, int window_right=-1, " \
   "int attention_chunk=0, "
 #define DASH_OPTIONAL_PACK \
   "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
 #define DASH_OUTPUTS "(Tensor out, Tensor softmax_lse)"
+#define DASH_OUTPUTS_AND_MAX_LOGITS "(Tensor out, Tensor softmax_lse, Tensor max_logits)"
+#define DASH_FORWARD                                                                                          \
+  "(Tensor q, Tensor k, Tensor v, " DASH_PACK "float softmax_scale, " DASH_MASK "SymInt sm_margin=0, "         \
+  DASH_OPTIONAL_SCORES DASH_OPTIONAL_LAST ") -> "
+#define DASH_ATTENTION \
+  "(Tensor q, Tensor k, Tensor v, " DASH_OPTIONS DASH_OPTIONAL_PACK DASH_OPTIONAL_SCORES DASH_OPTIONAL_LAST ") -> "
+#define DASH_ATTENTION_KVPACKED \
+  "(Tensor q, Tensor kv, " DASH_OPTIONS DASH_OPTIONAL_PACK DASH_OPTIONAL_SCORES DASH_OPTIONAL_LAST ") -> "
+#define DASH_ATTENTION_QKVPACKED                                                                                \
+  "(Tensor qkv, SymInt? num_heads_q, " DASH_OPTIONS "Tensor? cu_seqlens=None, Tensor? seqused=None, "           \
+  DASH_OPTIONAL_SCORES ", SymInt? max_seqlen=None" DASH_OPTIONAL_COLUMNS ") -> "
 
 TORCH_LIBRARY(dash_attn, library) {
-  library.def("forward(Tensor q, Tensor k, Tensor v, " DASH_PACK "float softmax_scale, " DASH_MASK
-              "SymInt sm_margin=0, " DASH_OPTIONAL_SCORES DASH_OPTIONAL_LENGTHS ") -> " DASH_OUTPUTS,
-              {at::Tag::pt2_compliant_tag});
+  library.def("forward" DASH_FORWARD DASH_OUTPUTS, {at::Tag::pt2_compliant_tag});
+  library.def("forward_and_max_logits" DASH_FORWARD DASH_OUTPUTS_AND_MAX_LOGITS, {at::Tag::pt2_compliant_tag});
   library.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a6!) dq, "
       "Tensor(a7!) dk, Tensor(a8!) dv, " DASH_PACK "float softmax_scale, " DASH_MASK
       "str schedule, SymInt sm_margin, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? dsoftmax_lse=None, "
-      "Tensor(a9!)? dsinks=None, float softcap=0.0, " DASH_OPTIONAL_DROPOUT DASH_OPTIONAL_LENGTHS ") -> ()",
+      "Tensor(a9!)? dsinks=None, float softcap=0.0, " DASH_OPTIONAL_DROPOUT DASH_OPTIONAL_LAST ") -> ()",
       {at::Tag::pt2_compliant_tag});
   library.def(
       "_gradients(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
       "Tensor? dsoftmax_lse, " DASH_PACK "float softmax_scale, " DASH_MASK
       "str schedule, SymInt sm_margin, Tensor? sinks, Tensor? alibi_slopes, bool wants_sinks, float softcap, "
-      "Tensor? dropout_bits, Tensor? rng_state, float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k) "
-      "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+      "Tensor? dropout_bits, Tensor? rng_state, float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
+      "Tensor? startend_row_indices) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
       {at::Tag::pt2_compliant_tag});
+  library.def("forward_of_pages(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? seqused_q, " DASH_PAGES
+              "float softmax_scale, " DASH_MASK "SymInt sm_margin, Tensor? sinks, Tensor? alibi_slopes, float softcap) "
+              "-> " DASH_OUTPUTS,
+              {at::Tag::pt2_compliant_tag});
   library.def("name_forward(bool as_flash_attn) -> ()", &dash_attn::name_forward);
-  library.def("attention(Tensor q, Tensor k, Tensor v, " DASH_OPTIONS DASH_OPTIONAL_PACK
-                  DASH_OPTIONAL_SCORES DASH_OPTIONAL_LENGTHS ") -> " DASH_OUTPUTS);
-  library.def("attention_kvpacked(Tensor q, Tensor kv, " DASH_OPTIONS DASH_OPTIONAL_PACK
-                  DASH_OPTIONAL_SCORES DASH_OPTIONAL_LENGTHS ") -> " DASH_OUTPUTS);
-  library.def("attention_qkvpacked(Tensor qkv, SymInt? num_heads_q, " DASH_OPTIONS
-              "Tensor? cu_seqlens=None, Tensor? seqused=None, " DASH_OPTIONAL_SCORES
-              ", SymInt? max_seqlen=None) -> " DASH_OUTPUTS);
+  library.def("attention" DASH_ATTENTION DASH_OUTPUTS);
+  library.def("attention_kvpacked" DASH_ATTENTION_KVPACKED DASH_OUTPUTS);
+  library.def("attention_qkvpacked" DASH_ATTENTION_QKVPACKED DASH_OUTPUTS);
+  library.def("attention_and_max_logits" DASH_ATTENTION DASH_OUTPUTS_AND_MAX_LOGITS);
+  library.def("attention_kvpacked_and_max_logits" DASH_ATTENTION_KVPACKED DASH_OUTPUTS_AND_MAX_LOGITS);
+  library.def("attention_qkvpacked_and_max_logits" DASH_ATTENTION_QKVPACKED DASH_OUTPUTS_AND_MAX_LOGITS);
 }
 
 // dash_attn::forward by another name: see name_forward in attention_calls.h.
 TORCH_LIBRARY_FRAGMENT(flash_attn, library) {
   library.def("_dash_attn_forward(Tensor q, Tensor k, Tensor v, " DASH_PACK "float softmax_scale, " DASH_FLASH_MASK
-              "SymInt sm_margin=0, " DASH_OPTIONAL_SCORES DASH_OPTIONAL_LENGTHS ") -> " DASH_OUTPUTS,
+              "SymInt sm_margin=0, " DASH_OPTIONAL_SCORES DASH_OPTIONAL_LAST ") -> " DASH_OUTPUTS,
               {at::Tag::pt2_compliant_tag});
   for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA}) {
-    library.impl("_dash_attn_forward", key, dash_attn::flat<&dash_attn::forward>);
+    library.impl("_dash_attn_forward", key, dash_attn::flat<&dash_attn::forward<Outputs>>);
   }
-  library.impl("_dash_attn_forward", c10::DispatchKey::Meta, dash_attn::flat<&dash_attn::forward_meta>);
+  library.impl("_dash_attn_forward", c10::DispatchKey::Meta, dash_attn::flat<&dash_attn::forward_meta<Outputs>>);
   library.impl("_dash_attn_forward", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, CPU, library) {
-  library.impl("forward", dash_attn::flat<&dash_attn::forward>);
+  library.impl("forward_of_pages", dash_attn::flat<&dash_attn::forward_of_pages>);
+  library.impl("forward", dash_attn::flat<&dash_attn::forward<Outputs>>);
+  library.impl("forward_and_max_logits", dash_attn::flat<&dash_attn::forward<OutputsAndMaxLogits>>);
   library.impl("backward", dash_attn::flat<&dash_attn::backward>);
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, CUDA, library) {
-  library.impl("forward", dash_attn::flat<&dash_attn::forward>);
+  library.impl("forward_of_pages", dash_attn::flat<&dash_attn::forward_of_pages>);
+  library.impl("forward", dash_attn::flat<&dash_attn::forward<Outputs>>);
+  library.impl("forward_and_max_logits", dash_attn::flat<&dash_attn::forward<OutputsAndMaxLogits>>);
   library.impl("backward", dash_attn::flat<&dash_attn::backward>);
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, Meta, library) {
-  library.impl("forward", dash_attn::flat<&dash_attn::forward_meta>);
+  library.impl("forward_of_pages", dash_attn::flat<&dash_attn::forward_of_pages_meta>);
+  library.impl("forward", dash_attn::flat<&dash_attn::forward_meta<Outputs>>);
+  library.impl("forward_and_max_logits", dash_attn::flat<&dash_attn::forward_meta<OutputsAndMaxLogits>>);
   library.impl("backward", dash_attn::flat<&dash_attn::backward_meta>);
 }
 
-// Differentiating through these two raises: what has a derivative is what follows.
+// Differentiating through these raises: what has a derivative is what follows.
 TORCH_LIBRARY_IMPL(dash_attn, Autograd, library) {
+  library.impl("forward_of_pages", torch::autograd::autogradNotImplementedFallback());
   library.impl("forward", torch::autograd::autogradNotImplementedFallback());
+  library.impl("forward_and_max_logits", torch::autograd::autogradNotImplementedFallback());
   library.impl("backward", torch::autograd::autogradNotImplementedFallback());
 }
 
@@ -306,20 +348,28 @@ TORCH_LIBRARY_IMPL(dash_attn, CompositeExplicitAutograd, library) {
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, CompositeImplicitAutograd, library) {
-  library.impl("attention", dash_attn::flat<&dash_attn::attention_qkv>);
-  library.impl("attention_kvpacked", dash_attn::flat<&dash_attn::attention_kvpacked>);
-  library.impl("attention_qkvpacked", dash_attn::flat<&dash_attn::attention_qkvpacked>);
+  library.impl("attention", dash_attn::flat<&dash_attn::attention_qkv<Outputs>>);
+  library.impl("attention_kvpacked", dash_attn::flat<&dash_attn::attention_kvpacked<Outputs>>);
+  library.impl("attention_qkvpacked", dash_attn::flat<&dash_attn::attention_qkvpacked<Outputs>>);
+  using Result = OutputsAndMaxLogits;
+  library.impl("attention_and_max_logits", dash_attn::flat<&dash_attn::attention_qkv<Result>>);
+  library.impl("attention_kvpacked_and_max_logits", dash_attn::flat<&dash_attn::attention_kvpacked<Result>>);
+  library.impl("attention_qkvpacked_and_max_logits", dash_attn::flat<&dash_attn::attention_qkvpacked<Result>>);
 }
 
 // The kernels. They write what they are given and check only what would harm: `dash_attn` calls them rightly.
 TORCH_LIBRARY(dash_attn_C, library) {
   library.def("forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, " DASH_PACK DASH_SCORES
-              "float softmax_scale, float softcap, " DASH_MASK "int sm_margin, " DASH_OPTIONAL_DROPOUT ") -> ()");
+              "float softmax_scale, float softcap, " DASH_MASK "int sm_margin, " DASH_OPTIONAL_DROPOUT
+              DASH_OPTIONAL_COLUMNS ", Tensor(c!)? max_logits=None) -> ()");
+  library.def("forward_of_pages(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, "
+              "Tensor cu_seqlens_q, Tensor? seqused_q, " DASH_PAGES DASH_SCORES
+              "float softmax_scale, float softcap, " DASH_MASK "int sm_margin) -> ()");
   library.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!) dq, "
       "Tensor(b!) dk, Tensor(c!) dv, " DASH_PACK DASH_SCORES
       "Tensor? dsoftmax_lse, Tensor(d!)? dsinks, float softmax_scale, float softcap, " DASH_MASK
-      "int schedule, int sm_margin, " DASH_OPTIONAL_DROPOUT ") -> ()");
+      "int schedule, int sm_margin, " DASH_OPTIONAL_DROPOUT DASH_OPTIONAL_COLUMNS ") -> ()");
   library.def(
       "backward_of_chunks(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
       "Tensor(a!) dq_sums, Tensor(b!) key_sums, Tensor? total, Tensor(c!)? dq, Tensor(d!)? dk, Tensor(e!)? dv, "

@@ -7,12 +7,15 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <type_traits>
 
+#include "column_checks.h"
 #include "dropout_checks.h"
 #include "operand_checks.h"
 
@@ -27,19 +30,41 @@ namespace dash_attn {
 
 using OptionalTensor = const std::optional<Tensor>&;
 using Outputs = std::tuple<Tensor, Tensor>;
+// With the largest logit of every head of each sequence, fp32 (batch, heads); -inf if the head sees no key.
+using OutputsAndMaxLogits = std::tuple<Tensor, Tensor, Tensor>;
+template <class Result>
+inline constexpr bool kHasMaxLogits = std::is_same_v<Result, OutputsAndMaxLogits>;
 
 // The kernels' ops.
 using ForwardKernelOp = FlatSignature<void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor,
                                            const PackTensors&, const ScoreTensors&, double, double,
-                                           const MaskArguments&, int64_t, const KernelDropout&)>;
+                                           const MaskArguments&, int64_t, const KernelDropout&, OptionalTensor,
+                                           OptionalTensor)>;
+using PagesKernelOp = FlatSignature<void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor, const Tensor&,
+                                         OptionalTensor, const Pages&, const ScoreTensors&, double, double,
+                                         const MaskArguments&, int64_t)>;
 using BackwardKernelOp = FlatSignature<void(const BackwardTensors&, const PackTensors&, const ScoreTensors&,
                                             const ScoreGradients&, double, double, const MaskArguments&, int64_t,
-                                            int64_t, const KernelDropout&)>;
+                                            int64_t, const KernelDropout&, OptionalTensor)>;
 using BitsKernelOp = FlatSignature<void(Tensor, const Tensor&, double, int64_t, int64_t, int64_t, int64_t, int64_t,
                                         int64_t, bool, int64_t, const MaskArguments&, int64_t)>;
 
 inline bool has_queries(const Tensor& q, const PackTensors& pack) {
   return q.numel() != 0 && !(pack.exists() && pack.cu_seqlens_q->numel() == 1);
+}
+
+inline std::array<SymInt, 2> max_logits_sizes(const Tensor& q, const PackTensors& pack) {
+  return {pack.exists() ? pack.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0), q.sym_size(-2)};
+}
+
+// The kernels of slopes, softcaps and dropout do not find the largest logits.
+inline void check_max_logits(const Tensor& q, const ScoreArguments& scores, double dropout_p) {
+  const char* const excluded = scores.alibi_slopes  ? "alibi_slopes"
+                               : scores.softcap > 0 ? "softcap"
+                               : dropout_p != 0     ? "dropout"
+                                                    : nullptr;
+  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda() || !excluded, "return_max_logits must be False with ", excluded,
+                              " on a GPU, got True");
 }
 
 // Whether every sum is over nothing.
@@ -159,18 +184,34 @@ inline KernelDropout for_kernels(const DropoutArguments& given, const Tensor& q,
   return {bits, std::nullopt, given.p};
 }
 
-inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack,
-                       double softmax_scale, const MaskArguments& mask, SymInt sm_margin, const ScoreArguments& scores,
-                       const DropoutArguments& dropout) {
+template <class Result = Outputs>
+Result forward(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack, double softmax_scale,
+               const MaskArguments& mask, SymInt sm_margin, const ScoreArguments& scores,
+               const DropoutArguments& dropout, OptionalTensor columns) {
   check_operands(q, k, v, pack, scores, softmax_scale, mask, sm_margin);
   check_dropout(dropout, scores, q, k, pack);
+  check_columns(columns, q, k, pack, mask, scores, dropout.p);
+  std::optional<Tensor> max_logits;
+  if constexpr (kHasMaxLogits<Result>) {
+    check_max_logits(q, scores, dropout.p);
+    max_logits = at::full_symint(max_logits_sizes(q, pack), -std::numeric_limits<double>::infinity(),
+                          q.options().dtype(at::kFloat));
+  }
+  const auto result = [&](const Tensor& out, const Tensor& softmax_lse) -> Result {
+    if constexpr (kHasMaxLogits<Result>) {
+      return {out, softmax_lse, *max_logits};
+    } else {
+      return {out, softmax_lse};
+    }
+  };
   if (scores.sinks && k.numel() == 0 && has_queries(q, pack)) {
     const WithoutKeys call(q, k, v, pack);
-    auto [out, softmax_lse] =
-        forward(call.rows(q), call.k, call.v, call.pack, softmax_scale, mask, sm_margin, scores, /*dropout=*/{});
-    if (!call.is_dense) { return {out, softmax_lse}; }
-    return {out.unflatten(0, {q.size(0), q.size(1)}),
-            softmax_lse.unflatten(1, {q.size(0), q.size(1)}).transpose(0, 1).contiguous()};
+    const auto [out, softmax_lse] =
+        forward(call.rows(q), call.k, call.v, call.pack, softmax_scale, mask, sm_margin, scores, /*dropout=*/{},
+                /*columns=*/std::nullopt);
+    if (!call.is_dense) { return result(out, softmax_lse); }
+    return result(out.unflatten(0, {q.size(0), q.size(1)}),
+                  softmax_lse.unflatten(1, {q.size(0), q.size(1)}).transpose(0, 1).contiguous());
   }
   Tensor out = at::empty(out_sizes(q.sizes(), v.sizes()), q.options());
   const auto sizes = lse_sizes(q.sizes());
@@ -178,28 +219,78 @@ inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, const 
   if (is_empty(q, k, pack)) {
     out.zero_();
     softmax_lse.fill_(std::numeric_limits<double>::infinity());
-    return {out, softmax_lse};
+    return result(out, softmax_lse);
   }
   const PositiveScale scaled(q, softmax_scale);
   call_flat(DASH_OP("dash_attn_C::forward", ForwardKernelOp), addressable(scaled.q), addressable(k), addressable(v),
             out, softmax_lse, pack, for_kernels(scores), scaled.softmax_scale, scores.softcap, mask,
-            sm_margin.expect_int(), for_kernels(dropout, q, k, pack, mask, sm_margin));
+            sm_margin.expect_int(), for_kernels(dropout, q, k, pack, mask, sm_margin), columns_for_kernels(columns),
+            max_logits);
+  return result(out, softmax_lse);
+}
+
+template <class Result = Outputs>
+Result forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack, double softmax_scale,
+                    const MaskArguments& mask, SymInt sm_margin, const ScoreArguments& scores,
+                    const DropoutArguments& dropout, OptionalTensor columns) {
+  check_operands(q, k, v, pack, scores, softmax_scale, mask, sm_margin);
+  check_dropout(dropout, scores, q, k, pack);
+  check_columns(columns, q, k, pack, mask, scores, dropout.p);
+  const auto sizes = lse_sizes(q.sym_sizes());
+  const auto of_floats = q.options().dtype(at::kFloat);
+  const Tensor out = at::empty_symint(out_sizes(q.sym_sizes(), v.sym_sizes()), q.options());
+  const Tensor softmax_lse = at::empty_symint(without_batch(sizes, pack.exists()), of_floats);
+  if constexpr (kHasMaxLogits<Result>) {
+    return {out, softmax_lse, at::empty_symint(max_logits_sizes(q, pack), of_floats)};
+  } else {
+    return {out, softmax_lse};
+  }
+}
+
+// The forward of a variable-length batch whose keys lie in pages: k and v have the rows of all pages.
+inline void check_forward_of_pages(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
+                                   OptionalTensor seqused_q, const Pages& pages, double softmax_scale,
+                                   const MaskArguments& mask, const SymInt& sm_margin, const ScoreArguments& scores) {
+  // Offsets that are right for queries stand for those of keys, of which there are none.
+  check_operands(q, k, v, {cu_seqlens_q, cu_seqlens_q, seqused_q, pages.seqused_k}, scores, softmax_scale, mask,
+                 sm_margin);
+  check_pages(pages, q, cu_seqlens_q.sym_size(0) - 1);
+  TORCH_CHECK_VALUE(k.sym_numel() != 0, "k must have at least one row, got ", shape_text(k));
+}
+
+inline Outputs forward_of_pages(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
+                                OptionalTensor seqused_q, const Pages& pages, double softmax_scale,
+                                const MaskArguments& mask, SymInt sm_margin, const ScoreArguments& scores) {
+  check_forward_of_pages(q, k, v, cu_seqlens_q, seqused_q, pages, softmax_scale, mask, sm_margin, scores);
+  const Tensor out = at::empty(out_sizes(q.sizes(), v.sizes()), q.options());
+  const auto sizes = lse_sizes(q.sizes());
+  const Tensor softmax_lse = at::empty(without_batch(sizes, /*is_pack=*/true), q.options().dtype(at::kFloat));
+  if (!has_queries(q, {cu_seqlens_q})) {
+    out.zero_();
+    softmax_lse.fill_(std::numeric_limits<double>::infinity());
+    return {out, softmax_lse};
+  }
+  const PositiveScale scaled(q, softmax_scale);
+  const Pages of_kernels{pages.block_table.contiguous(), pages.seqused_k, pages.page_rows, pages.page_distance};
+  call_flat(DASH_OP("dash_attn_C::forward_of_pages", PagesKernelOp), addressable(scaled.q), addressable(k),
+            addressable(v), out, softmax_lse, cu_seqlens_q, seqused_q, of_kernels, for_kernels(scores),
+            scaled.softmax_scale, scores.softcap, mask, sm_margin.expect_int());
   return {out, softmax_lse};
 }
 
-inline Outputs forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack,
-                            double softmax_scale, const MaskArguments& mask, SymInt sm_margin,
-                            const ScoreArguments& scores, const DropoutArguments& dropout) {
-  check_operands(q, k, v, pack, scores, softmax_scale, mask, sm_margin);
-  check_dropout(dropout, scores, q, k, pack);
+inline Outputs forward_of_pages_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
+                                     OptionalTensor seqused_q, const Pages& pages, double softmax_scale,
+                                     const MaskArguments& mask, SymInt sm_margin, const ScoreArguments& scores) {
+  check_forward_of_pages(q, k, v, cu_seqlens_q, seqused_q, pages, softmax_scale, mask, sm_margin, scores);
   const auto sizes = lse_sizes(q.sym_sizes());
   return {at::empty_symint(out_sizes(q.sym_sizes(), v.sym_sizes()), q.options()),
-          at::empty_symint(without_batch(sizes, pack.exists()), q.options().dtype(at::kFloat))};
+          at::empty_symint(without_batch(sizes, /*is_pack=*/true), q.options().dtype(at::kFloat))};
 }
 
 // What a backward writes has memory of its own.
 inline void check_apart_from_others(const BackwardTensors& x, const ScoreTensors& scores,
-                                    const ScoreGradients& score_gradients, const DropoutArguments& dropout) {
+                                    const ScoreGradients& score_gradients, const DropoutArguments& dropout,
+                                    OptionalTensor columns) {
   const auto& [dsoftmax_lse, dsinks] = score_gradients;
   const std::pair<const char*, const Tensor&> gradients[] = {{"dq", x.dq}, {"dk", x.dk}, {"dv", x.dv}};
   for (const auto& [name, gradient] : gradients) {
@@ -218,6 +309,7 @@ inline void check_apart_from_others(const BackwardTensors& x, const ScoreTensors
     if (scores.alibi_slopes) { check_apart(name, gradient, "alibi_slopes", *scores.alibi_slopes); }
     if (dsoftmax_lse) { check_apart(name, gradient, "dsoftmax_lse", *dsoftmax_lse); }
     if (dropout.bits) { check_apart(name, gradient, "dropout_bits", *dropout.bits); }
+    if (columns) { check_apart(name, gradient, "startend_row_indices", *columns); }
     if (dsinks) { check_apart("dsinks", *dsinks, name, gradient); }
   }
   if (dsinks) {
@@ -229,12 +321,15 @@ inline void check_apart_from_others(const BackwardTensors& x, const ScoreTensors
 
 inline void backward(const BackwardTensors& x, const PackTensors& pack, double softmax_scale, const MaskArguments& mask,
                      std::string_view schedule, SymInt sm_margin, const ScoreTensors& score_tensors,
-                     const ScoreGradients& score_gradients, double softcap, const DropoutArguments& dropout) {
+                     const ScoreGradients& score_gradients, double softcap, const DropoutArguments& dropout,
+                     OptionalTensor columns) {
   const ScoreArguments scores{score_tensors, softcap};
   check_backward(x, pack, scores, score_gradients, softmax_scale, mask, sm_margin);
+  check_schedule_of_columns(columns, schedule);
   const Policy policy = resolve_schedule(schedule, mask, scores, dropout.p != 0, padded_row(x.q, x.v));
   check_dropout(dropout, scores, x.q, x.k, pack);
-  check_apart_from_others(x, scores, score_gradients, dropout);
+  check_columns(columns, x.q, x.k, pack, mask, scores, dropout.p);
+  check_apart_from_others(x, scores, score_gradients, dropout, columns);
   const auto& [dsoftmax_lse, dsinks] = score_gradients;
   const Tensor gradients[] = {x.dq, x.dk, x.dv};
   // Where one of them is saved for somebody's derivative, that it is overwritten is noticed.
@@ -255,7 +350,8 @@ inline void backward(const BackwardTensors& x, const PackTensors& pack, double s
         dsoftmax_lse ? std::optional<Tensor>(call.lse_rows(*dsoftmax_lse)) : std::nullopt;
     backward({call.rows(x.dout), rows, call.k, call.v, call.rows(x.out), call.lse_rows(x.softmax_lse),
               at::empty_like(rows, at::MemoryFormat::Contiguous), at::empty_like(call.k), at::empty_like(call.v)},
-             call.pack, softmax_scale, mask, schedule, sm_margin, scores, {dlse, dsinks}, softcap, /*dropout=*/{});
+             call.pack, softmax_scale, mask, schedule, sm_margin, scores, {dlse, dsinks}, softcap, /*dropout=*/{},
+             /*columns=*/std::nullopt);
     return;
   }
   const PositiveScale scaled(x.q, softmax_scale);
@@ -265,7 +361,7 @@ inline void backward(const BackwardTensors& x, const PackTensors& pack, double s
   call_flat(DASH_OP("dash_attn_C::backward", BackwardKernelOp), of_kernels, pack, for_kernels(scores),
             ScoreGradients{contiguous(dsoftmax_lse), dsinks}, scaled.softmax_scale, softcap, mask,
             static_cast<int64_t>(policy), sm_margin.expect_int(),
-            for_kernels(dropout, x.q, x.k, pack, mask, sm_margin));
+            for_kernels(dropout, x.q, x.k, pack, mask, sm_margin), columns_for_kernels(columns));
   if (scaled.sign != 1) { targets[0].mul_(scaled.sign); }
   for (int i = 0; i < 3; ++i) {
     if (!targets[i].is_same(gradients[i])) { gradients[i].copy_(targets[i]); }
@@ -275,11 +371,13 @@ inline void backward(const BackwardTensors& x, const PackTensors& pack, double s
 inline void backward_meta(const BackwardTensors& x, const PackTensors& pack, double softmax_scale,
                           const MaskArguments& mask, std::string_view schedule, SymInt sm_margin,
                           const ScoreTensors& score_tensors, const ScoreGradients& score_gradients, double softcap,
-                          const DropoutArguments& dropout) {
+                          const DropoutArguments& dropout, OptionalTensor columns) {
   const ScoreArguments scores{score_tensors, softcap};
   check_backward(x, pack, scores, score_gradients, softmax_scale, mask, sm_margin);
+  check_schedule_of_columns(columns, schedule);
   resolve_schedule(schedule, mask, scores, dropout.p != 0, padded_row(x.q, x.v));
   check_dropout(dropout, scores, x.q, x.k, pack);
+  check_columns(columns, x.q, x.k, pack, mask, scores, dropout.p);
 }
 
 }  // namespace dash_attn

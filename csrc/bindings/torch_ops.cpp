@@ -90,6 +90,7 @@ const int* integers(OptionalTensor tensor, const char* name, int64_t size, int32
 using PackTensors = PackTensorsOf<Tensor>;
 using ScoreTensors = ScoreTensorsOf<Tensor>;
 using Dropout = DropoutOf<Tensor>;
+using Pages = PagesOf<Tensor>;
 
 // What both backward ops read.
 struct BackwardInputs {
@@ -219,6 +220,42 @@ void read_dropout(const Dropout& dropout, const Inputs& inputs, AttentionArgumen
   arguments.dropout = {bits->data_ptr(), query_blocks, key_blocks, checked_probability(p)};
 }
 
+// The mask by key columns, whose last two dimensions must be contiguous.
+void read_columns(OptionalTensor columns, const MaskArguments& mask, const Inputs& inputs,
+                  AttentionArguments& arguments) {
+  if (!columns) return;
+  check_device(*columns, "startend_row_indices", inputs.device);
+  STD_TORCH_CHECK(columns->scalar_type() == ScalarType::Int, "startend_row_indices must be int32");
+  const bool is_pack = arguments.is_pack();
+  const int64_t rank = is_pack ? 3 : 4;
+  STD_TORCH_CHECK(columns->dim() == rank, "startend_row_indices must have ", rank, " dimensions, got ", columns->dim());
+  const int64_t heads = columns->size(rank - 3), keys = columns->size(rank - 2), bounds = columns->size(rank - 1);
+  STD_TORCH_CHECK((is_pack || columns->size(0) == arguments.batch) && (heads == 1 || heads == arguments.kv_heads) &&
+                      keys == inputs.key.seqlen,
+                  "startend_row_indices must be (batch, 1 or ", arguments.kv_heads, ", ", inputs.key.seqlen,
+                  ", bounds), without the batch of a pack");
+  STD_TORCH_CHECK(bounds == 2 || bounds == (mask.causal ? 1 : 4), "startend_row_indices has ", bounds,
+                  " bounds of a key, expected ", mask.causal ? "1 or 2" : "2 or 4");
+  STD_TORCH_CHECK((bounds == 1 || columns->stride(rank - 1) == 1) && (keys == 1 || columns->stride(rank - 2) == bounds),
+                  "startend_row_indices must have contiguous last dimensions");
+  const int64_t batch_stride = is_pack || arguments.batch == 1 ? 0 : columns->stride(0);
+  const int64_t head_stride = heads == 1 ? 0 : columns->stride(rank - 3);
+  const int* data = static_cast<const int*>(columns->data_ptr());
+  STD_TORCH_CHECK(!arguments.drops() && arguments.softcap == 0 && !arguments.alibi_slopes,
+                  "no kernel has startend_row_indices beside dropout, a softcap or slopes");
+  arguments.columns = {data, static_cast<int>(bounds), mask.causal, batch_stride, head_stride};
+}
+
+void read_max_logits(OptionalTensor max_logits, const Inputs& inputs, ForwardArguments& arguments) {
+  if (!max_logits) return;
+  check_device(*max_logits, "max_logits", inputs.device);
+  STD_TORCH_CHECK(max_logits->scalar_type() == ScalarType::Float && max_logits->dim() == 2 &&
+                      max_logits->size(0) == arguments.batch && max_logits->size(1) == arguments.heads &&
+                      max_logits->is_contiguous(),
+                  "max_logits must be contiguous float32 (", arguments.batch, ", ", arguments.heads, ")");
+  arguments.max_logits = static_cast<float*>(max_logits->data_ptr());
+}
+
 // A call's workspace. It is freed when the op returns, while the kernels may still run: torch's allocator hands memory
 // out again in stream order.
 class Workspace {
@@ -237,15 +274,47 @@ class Workspace {
   std::optional<Tensor> memory_;
 };
 
-// Attention; autograd.cpp gives the schema and dash_attn/ops.py the arguments. Writes out and softmax_lse.
+// Attention; autograd.cpp gives the schema and dash_attn/ops.py the arguments. Writes out and softmax_lse, and raises
+// max_logits to the largest logits.
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse, const PackTensors& pack,
              const ScoreTensors& scores, double softmax_scale, double softcap, const MaskArguments& mask,
-             int64_t sm_margin, const Dropout& dropout) {
+             int64_t sm_margin, const Dropout& dropout, OptionalTensor columns, OptionalTensor max_logits) {
   ForwardArguments arguments{};
   const Inputs inputs =
       read_inputs(q, k, v, softmax_lse, pack, scores, softcap, softmax_scale, mask, sm_margin, arguments);
   read_dropout(dropout, inputs, arguments);
+  read_columns(columns, mask, inputs, arguments);
+  read_max_logits(max_logits, inputs, arguments);
   arguments.out = view_of(out, "out", inputs.out, inputs.dtype, inputs.device);
+  const torch::stable::accelerator::DeviceGuard guard(inputs.device);
+  Workspace workspace(inputs.device);
+  run_forward(arguments, workspace.allocator(), current_stream(inputs.device));
+}
+
+// The forward of a pack whose keys lie in pages. The rows of k and v are those of all pages.
+void forward_of_pages(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse,
+                      const Tensor& cu_seqlens_q, OptionalTensor seqused_q, const Pages& pages,
+                      const ScoreTensors& scores, double softmax_scale, double softcap, const MaskArguments& mask,
+                      int64_t sm_margin) {
+  ForwardArguments arguments{};
+  // Offsets that are right for queries stand for those of keys, of which there are none.
+  const PackTensors pack{cu_seqlens_q, cu_seqlens_q, seqused_q, pages.seqused_k};
+  const Inputs inputs =
+      read_inputs(q, k, v, softmax_lse, pack, scores, softcap, softmax_scale, mask, sm_margin, arguments);
+  arguments.pack.cu_seqlens_k = nullptr;
+  arguments.out = view_of(out, "out", inputs.out, inputs.dtype, inputs.device);
+  const Tensor& table = pages.block_table;
+  check_device(table, "block_table", inputs.device);
+  STD_TORCH_CHECK(table.scalar_type() == ScalarType::Int && table.dim() == 2 && table.is_contiguous() &&
+                      table.size(0) == arguments.batch && table.size(1) >= 1,
+                  "block_table must be contiguous int32 (", arguments.batch, ", max_pages), with at least one page");
+  STD_TORCH_CHECK(pages.page_rows >= 1 && pages.page_distance >= pages.page_rows &&
+                      (pages.page_rows % PageTable::kBoxRows == 0 || table.size(1) <= 1) &&
+                      table.size(1) * pages.page_rows < kUnbounded && pages.page_distance < kUnbounded,
+                  "no page can have ", pages.page_rows, " rows at a distance of ", pages.page_distance, ", with ",
+                  table.size(1), " pages of a sequence");
+  arguments.pages = {static_cast<const int*>(table.data_ptr()), static_cast<int>(table.size(1)),
+                     static_cast<int>(pages.page_rows), static_cast<int>(pages.page_distance)};
   const torch::stable::accelerator::DeviceGuard guard(inputs.device);
   Workspace workspace(inputs.device);
   run_forward(arguments, workspace.allocator(), current_stream(inputs.device));
@@ -271,11 +340,13 @@ Inputs read_backward(const BackwardInputs& x, const PackTensors& pack, const Sco
 // Gradients of attention. Writes dq, dk and dv.
 void backward(const BackwardInputs& x, Tensor dq, Tensor dk, Tensor dv, const PackTensors& pack,
               const ScoreTensors& scores, OptionalTensor dsoftmax_lse, OptionalTensor dsinks, double softmax_scale,
-              double softcap, const MaskArguments& mask, int64_t schedule, int64_t sm_margin, const Dropout& dropout) {
+              double softcap, const MaskArguments& mask, int64_t schedule, int64_t sm_margin, const Dropout& dropout,
+              OptionalTensor columns) {
   BackwardArguments arguments{};
   const Inputs inputs = read_backward(x, pack, scores, softcap, softmax_scale, mask, dsoftmax_lse, schedule, sm_margin,
                                       arguments);
   read_dropout(dropout, inputs, arguments);
+  read_columns(columns, mask, inputs, arguments);
   const auto& [device, dtype, query, key, value, output] = inputs;
   arguments.dq = view_of(dq, "dq", query, dtype, device);
   arguments.dk = view_of(dk, "dk", key, dtype, device);
@@ -348,6 +419,7 @@ void backward_of_chunks(const BackwardInputs& x, Tensor dq_sums, Tensor key_sums
 
 STABLE_TORCH_LIBRARY_IMPL(dash_attn_C, CUDA, library) {
   library.impl("forward", TORCH_BOX(dash_attn::flat<&dash_attn::forward>));
+  library.impl("forward_of_pages", TORCH_BOX(dash_attn::flat<&dash_attn::forward_of_pages>));
   library.impl("backward", TORCH_BOX(dash_attn::flat<&dash_attn::backward>));
   library.impl("backward_of_chunks", TORCH_BOX(dash_attn::flat<&dash_attn::backward_of_chunks>));
 }

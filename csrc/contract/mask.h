@@ -16,22 +16,25 @@ DASH_HOST_DEVICE constexpr int max_int(int a, int b) { return a > b ? a : b; }
 // Each kernel is compiled for one kind. The kind of a call follows from its arguments and never from its lengths, so
 // that a sequence's bits do not depend on its batch.
 enum class MaskKind : int {
-  kFull,    // every key
-  kCausal,  // no key after the query's own
-  kWindow,  // keys near the query's own and in its chunk
+  kFull,     // every key
+  kCausal,   // no key after the query's own
+  kWindow,   // keys near the query's own and in its chunk
+  kColumns,  // the same, except for the keys that are hidden from the query one by one (columns.h)
 };
 
-inline constexpr int kNumMasks = 3;
-inline constexpr const char* kMaskNames[kNumMasks] = {"full", "causal", "window"};
+inline constexpr int kNumMasks = 4;
+inline constexpr const char* kMaskNames[kNumMasks] = {"full", "causal", "window", "columns"};
 
 // Whether every query that sees a key sees all keys before it.
-DASH_HOST_DEVICE constexpr bool starts_at_first_key(MaskKind kind) { return kind != MaskKind::kWindow; }
+DASH_HOST_DEVICE constexpr bool starts_at_first_key(MaskKind kind) {
+  return kind == MaskKind::kFull || kind == MaskKind::kCausal;
+}
 
 // Whether a query tile of the forward has rows of one head alone and tiles begin at the first query. Under a window, a
 // value of V that is not finite may spoil rows beside those that see it, and the bits of dropout come in blocks of a
 // head's rows: which rows share a tile must then follow from the sequence alone.
 DASH_HOST_DEVICE constexpr bool fixes_rows_of_tiles(MaskKind kind, bool drops) {
-  return kind == MaskKind::kWindow || drops;
+  return !starts_at_first_key(kind) || drops;
 }
 
 inline constexpr int kUnbounded = (1 << 30) - 1;  // more keys than a sequence has: lengths are smaller
@@ -51,11 +54,11 @@ struct Window {
 // The mask that a call asks for.
 struct MaskRule {
   MaskKind kind;
-  Window window;  // only for kWindow, except for the position of a chunk of a sequence
+  Window window;  // only for kWindow and kColumns, except for the position of a chunk of a sequence
 
   // The same mask as a window, which may lack bounds.
   DASH_HOST_DEVICE constexpr Window as_window() const {
-    if (kind == MaskKind::kWindow) return window;
+    if (!starts_at_first_key(kind)) return window;
     return {kUnbounded, kind == MaskKind::kCausal ? 0 : kUnbounded, 0, window.own_key_shift, window.keys_before};
   }
 };
@@ -93,7 +96,7 @@ struct Range {
 };
 
 // Both ends of what a query sees, and both ends of the queries that see a key, never move back from one row to the
-// next. So what a tile sees follows from its first and last row.
+// next. So what a tile sees follows from its first and last row. What kColumns hides is not part of this (columns.h).
 //
 // For a chunk of a sequence, keys before and after it do not exist, and a query's own key may be one of those.
 struct Mask {

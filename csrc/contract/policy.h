@@ -48,6 +48,7 @@ struct CallKind {
   HeadDims padded;      // of padded_head_dims
   bool changed_scores;  // by a softcap or by slopes
   bool drops;
+  bool has_columns = false;  // a mask by key columns
 
   DASH_HOST_DEVICE constexpr bool has_wide_heads() const { return padded.qk > 128 || padded.v > 128; }
 
@@ -59,6 +60,7 @@ struct CallKind {
 };
 
 DASH_HOST_DEVICE constexpr bool has_kernel(Policy policy, CallKind call) {
+  if (call.has_columns) return policy == Policy::kDescending && !call.changed_scores && !call.drops;
   if (policy == Policy::kOrderFree && (call.changed_scores || call.has_wide_heads())) return false;
   return fits(policy, call.mask_of_policies());
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../contract/tile_grid.h"
 #include "../contract/tile_shapes.h"
@@ -12,6 +13,7 @@
 #include "../device/score.h"
 #include "../device/sm90.h"
 #include "../dropout/mask.h"
+#include "../placement/columns.h"
 #include "../placement/forward_tiles.h"
 
 namespace dash_attn::forward {
@@ -21,6 +23,7 @@ struct Variant {
   using Element = Element_;
   using Score = Score_;
   static constexpr MaskKind kMask = kMask_;
+  static constexpr bool kHasColumns = kMask == MaskKind::kColumns;
   static constexpr TileShape kTile = forward_tile_shape({kQkDim_, kValueDim_});
   static constexpr int kQuery = kTile.query;
   static constexpr int kKey = kTile.key;
@@ -35,6 +38,7 @@ struct Variant {
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
   static_assert(kConsumers == 2 || kConsumers == 3);
+  static_assert(kConsumers <= kMostParts && kWarpgroupRows == kPartRows);
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = consumer_registers(kConsumers, kProducerRegisters);
 
@@ -72,6 +76,9 @@ struct Variant {
   // products of the others run meanwhile. With two, a consumer computes its exponentials while its own P V runs.
   static constexpr bool kRoundsBesideExponentials = kConsumers == 3;
 
+  // Whether a call may ask for the largest logits. Kernels that can are slower in every call.
+  static constexpr bool kFindsLargest = kHasColumns;
+
   // Whether a thread keeps the address of its bits of dropout. There are no registers for it beside 256 columns of
   // output, nor, with three consumers, beside the places of the outputs.
   static constexpr bool kKeepsRowOfBits = Score::kDrops && kValueDim < 256 && !(kConsumers == 3 && kOutputInValues);
@@ -83,6 +90,12 @@ struct Variant {
 
 constexpr int kNoMoreTiles = -1;
 
+// The tiles of a word that are loaded from one on, which is the highest bit. Bit 0 is KV tile `first`.
+struct WordOfTiles {
+  int first;
+  uint32_t live, hidden[kMostParts];  // as in LiveWord
+};
+
 // A query tile as the loader announces it to the other warps.
 struct AnnouncedTile {
   int end;  // the position at which the next tile begins, or kNoMoreTiles
@@ -91,6 +104,18 @@ struct AnnouncedTile {
   RowOrigin rows;
   int64_t first_lse;  // index of the LSE of head 0's query 0
   int number;         // of the sequence in the batch
+};
+
+// What the loader says of an announced query tile under a mask by key columns.
+struct ColumnsOfTile {
+  LiveTiles loaded;           // for it
+  const HiddenQueries* keys;  // of its sequence, from the first one on
+};
+
+template <typename Variant>
+struct LoadedColumns {
+  ColumnsOfTile of_tile[Variant::kTileSlots];
+  WordOfTiles words[Variant::kStages];  // from the tile in that buffer of K on
 };
 
 template <typename Variant>
@@ -114,9 +139,15 @@ struct alignas(1024) SharedStorage {
   int output_slot[Variant::kConsumers];
   Barrier out_left[Variant::kConsumers];
 
+  std::conditional_t<Variant::kHasColumns, LoadedColumns<Variant>, Empty> columns;
+
   // The query tile whose Q is in that buffer.
   __device__ __forceinline__ AnnouncedTile& tile(RingIndex<Variant::kQueryStages> place) {
     return tiles[place.count % Variant::kTileSlots];
+  }
+  // What is announced with it under a mask by key columns.
+  __device__ __forceinline__ ColumnsOfTile& columns_of(RingIndex<Variant::kQueryStages> place) {
+    return columns.of_tile[place.count % Variant::kTileSlots];
   }
 };
 

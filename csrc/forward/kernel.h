@@ -19,13 +19,18 @@ template <typename Variant>
 __global__ void __launch_bounds__(Variant::kThreads, 1) forward_kernel(const __grid_constant__ KernelParams params) {
   auto& shared = shared_storage<SharedStorage<Variant>>();
   if (threadIdx.x == 0) { initialise_barriers(shared); }
+  if constexpr (Variant::kHasColumns) { ptx::wait_for_previous_kernel(); }  // the plan of the mask
   __syncthreads();
 
   const auto produce = [&](int warp) {
     static_assert(Variant::kConsumers < kWarpgroupWarps);
-    if (!ptx::elect_one()) { return; }
+    const bool leads = ptx::elect_one();
+    if constexpr (kMayHavePages<Variant>) {
+      if (warp == 0 && params.pages.exists()) { return Loader<Variant, true>(shared, params, leads).run(); }
+    }
+    if (!leads) { return; }
     if (warp == 0) {
-      Loader<Variant>(shared, params).run();
+      Loader<Variant>(shared, params, leads).run();
     } else if (warp <= Variant::kConsumers) {
       Storer<Variant>(shared, params, warp - 1).run();
     }

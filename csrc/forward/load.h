@@ -1,5 +1,6 @@
 // The loader: one thread that loads Q, K and V by TMA. It goes through KV tiles from the last to the first, so that
-// masked tiles, which are the last ones, come before the loop.
+// masked tiles, which are the last ones, come before the loop. Where keys lie in pages, the loader is a warp: each lane
+// looks up the page of one box of a KV tile, and one lane does all else.
 //
 //   order of loads in a tile:   Q  K(n-1)   K(n-2)  V(n-1)   K(n-3)  V(n-2)   ...   K(0)  V(1)   V(0)
 //   (the order in which they are used: S runs one step ahead of P V)
@@ -7,20 +8,28 @@
 
 #include "../device/tma.h"
 #include "config.h"
+#include "live_walk.h"
 #include "params.h"
 #include "rows.h"
 
 namespace dash_attn::forward {
 
-// Each query tile of the heads that share K and V reads them once. Q is read once in all.
+// Kernels for windows serve calls with pages, which have no dropout.
 template <typename Variant>
+constexpr bool kMayHavePages = Variant::kMask == MaskKind::kWindow && !Variant::Score::kDrops;
+
+// Each query tile of the heads that share K and V reads them once. Q is read once in all.
+template <typename Variant, bool kHasPages = false>
 class Loader {
  public:
   using Element = typename Variant::Element;
   using Shared = SharedStorage<Variant>;
   using Barrier = TransactionBarrier;
 
-  __device__ Loader(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
+  // `leads`: with pages, whether this lane does what one lane does for its warp. Must come from elect_one, because the
+  // compiler then knows that no other lane runs such code.
+  __device__ Loader(Shared& shared, const KernelParams& params, bool leads)
+      : shared_(shared), params_(params), leads_(leads) {}
 
   __device__ void run() {
     const PackView& pack = params_.pack;
@@ -28,21 +37,34 @@ class Loader {
     const int places = pack.is_pack() ? pack.totals->units * scheduler.head_groups : scheduler.num_tiles;
     int round = 0;
     for (int place = blockIdx.x; place < places;) { place = load(tile_at(place), ++round); }
-    announce({kNoMoreTiles}).arrive();
+    Barrier& full = announce({kNoMoreTiles});
+    if (leads()) { full.arrive(); }
   }
 
  private:
   using Swizzle = typename Variant::Swizzle;
   using Ring = RingIndex<Variant::kStages>;
 
-  // The place in the list of the CTA's tile number `round`.
+  __device__ __forceinline__ bool leads() const { return !kHasPages || leads_; }
+
+  // The place in the list of the CTA's tile number `round`. Calls with pages are packs, whose places come from the
+  // counter; the reduction keeps the lanes together even where a tile has no keys.
   __device__ __forceinline__ int take_place(int round) const {
-    return params_.tiles_taken ? int(gridDim.x) + atomicAdd(params_.tiles_taken, 1)
-                               : round * int(gridDim.x) + int(blockIdx.x);
+    if (!params_.tiles_taken) { return round * int(gridDim.x) + int(blockIdx.x); }
+    int taken = 0;
+    if (leads()) { taken = atomicAdd(params_.tiles_taken, 1); }
+    if constexpr (kHasPages) { taken = int(__reduce_max_sync(0xffffffff, uint32_t(taken))); }
+    return int(gridDim.x) + taken;
   }
 
   struct Tile : AnnouncedTile {
     RowOrigin key_rows;
+  };
+
+  // A KV tile, and with pages the row of the tensor at which the lane's box of it ends.
+  struct KeyTile {
+    int number;
+    std::conditional_t<kHasPages, int, Empty> end_of_box;
   };
 
   __device__ __forceinline__ Tile tile_at(int place) const {
@@ -68,13 +90,14 @@ class Loader {
   // Announces the tile to the other warps. They read it when the barrier that is returned has completed.
   __device__ __forceinline__ Barrier& announce(const AnnouncedTile& tile) {
     shared_.q_empty[q_.slot()].wait(q_.empty_parity());
-    shared_.tile(q_) = tile;
+    if (leads()) { shared_.tile(q_) = tile; }
     return shared_.q_full[q_.slot()];
   }
 
   // Returns the CTA's next place in the list. The place is taken late, so that CTAs that are early get the next tiles,
   // but before the wait for the last buffer of V, which takes longer than the atomic.
   __device__ __forceinline__ int load(const Tile& tile, int next_round) {
+    if constexpr (Variant::kHasColumns) { return load_live_tiles(tile, next_round); }
     const Range kv_tiles = kv_tiles_of_query_tile<Variant>(params_, tile.sequence, tile.end);
     const int kv_head = params_.scheduler.kv_head(tile.head_group);
     // Q is loaded even without keys, because its barrier announces the tile. If there is one buffer of Q, a buffer of K
@@ -82,25 +105,67 @@ class Loader {
     const bool k_first = Variant::kQueryStages == 1 && kv_tiles.count > 0;
     if (!k_first) { load_q(tile); }
     if (kv_tiles.count == 0) { return take_place(next_round); }
-    int kv_tile = kv_tiles.end() - 1;
-    prefetch_bits(tile, kv_tile);
-    load_k(kv_tile, kv_head, tile.key_rows);
+    KeyTile kv_tile = find(kv_tiles.end() - 1, tile);
+    prefetch_bits(tile, kv_tile.number);
+    load_k(kv_tile, kv_head, tile);
     if (k_first) { load_q(tile); }
 #pragma unroll 1
-    for (; kv_tile > kv_tiles.first; --kv_tile) {
-      prefetch_bits(tile, kv_tile - 1);
-      load_k(kv_tile - 1, kv_head, tile.key_rows);
-      load_v(kv_tile, kv_head, tile.key_rows);
+    while (kv_tile.number > kv_tiles.first) {
+      const KeyTile next = find(kv_tile.number - 1, tile);
+      prefetch_bits(tile, next.number);
+      load_k(next, kv_head, tile);
+      load_v(kv_tile, kv_head, tile);
+      kv_tile = next;
     }
-    const int next = take_place(next_round);
-    load_v(kv_tile, kv_head, tile.key_rows);
-    return next;
+    const int next_place = take_place(next_round);
+    load_v(kv_tile, kv_head, tile);
+    return next_place;
+  }
+
+  // The same under a mask by key columns, in the same order.
+  __device__ __forceinline__ int load_live_tiles(const Tile& tile, int next_round) {
+    const int kv_head = params_.scheduler.kv_head(tile.head_group);
+    LiveWalk walk(params_, tile, kv_head);
+    announced_ = {walk.tiles(), params_.columns.keys(kv_head, first_key_row(tile))};
+    const bool k_first = Variant::kQueryStages == 1 && walk.left() > 0;
+    if (!k_first) { load_q(tile); }
+    if (walk.left() == 0) { return take_place(next_round); }
+    KeyTile kv_tile = load_next_k(walk, kv_head, tile);
+    if (k_first) { load_q(tile); }
+#pragma unroll 1
+    while (walk.left() > 0) {
+      const KeyTile next = load_next_k(walk, kv_head, tile);
+      load_v(kv_tile, kv_head, tile);
+      kv_tile = next;
+    }
+    const int next_place = take_place(next_round);
+    load_v(kv_tile, kv_head, tile);
+    return next_place;
+  }
+
+  // The row of a sequence's first key among all rows of keys.
+  __device__ __forceinline__ int first_key_row(const Tile& tile) const {
+    const int seqlen_k = tile.sequence.seqlen_k;
+    return params_.pack.is_pack() ? tile.key_rows.outer - seqlen_k : tile.number * seqlen_k;
+  }
+
+  // Returns the KV tile.
+  __device__ __forceinline__ KeyTile load_next_k(LiveWalk& walk, int kv_head, const Tile& tile) {
+    shared_.k_empty[k_.slot()].wait(k_.empty_parity());
+    // Read when K has arrived.
+    const KeyTile kv_tile{walk.next([&](const WordOfTiles& word) { shared_.columns.words[k_.slot()] = word; })};
+    load_k(kv_tile, kv_head, tile);
+    return kv_tile;
   }
 
   __device__ __forceinline__ void load_q(const AnnouncedTile& tile) {
     Barrier& full = announce(tile);
+    if constexpr (Variant::kHasColumns) {
+      shared_.columns_of(q_) = announced_;
+    }
     Element* rows = shared_.q[q_.slot()];
     q_ = q_.next();
+    if (!leads()) { return; }
     const int warpgroups = warpgroups_with_rows(params_, tile.end);
     full.arrive_and_expect_tx(warpgroups * kWarpgroupRows * Variant::kQkDim * sizeof(Element));
 #pragma unroll 1
@@ -124,34 +189,78 @@ class Loader {
     }
   }
 
-  __device__ __forceinline__ void load_k(int kv_tile, int kv_head, const RowOrigin& rows) {
+  __device__ __forceinline__ void load_k(const KeyTile& kv_tile, int kv_head, const Tile& tile) {
     shared_.k_empty[k_.slot()].wait(k_.empty_parity());
-    load_key_tile<Variant::kQkDim>(params_.k, shared_.k_full[k_.slot()], shared_.k[k_.slot()], kv_tile, kv_head, rows);
+    load_key_tile<Variant::kQkDim>(params_.k, shared_.k_full[k_.slot()], shared_.k[k_.slot()], kv_tile, kv_head, tile);
     k_ = k_.next();
   }
 
-  __device__ __forceinline__ void load_v(int kv_tile, int kv_head, const RowOrigin& rows) {
+  __device__ __forceinline__ void load_v(const KeyTile& kv_tile, int kv_head, const Tile& tile) {
     if constexpr (Variant::kOutputInValues) {
       // The outputs of the previous query tile: q_ is one ahead.
       for (auto& left : shared_.out_left) { left.wait(q_.previous().empty_parity()); }
     }
     shared_.v_empty[v_.slot()].wait(v_.empty_parity());
     load_key_tile<Variant::kValueDim>(params_.v, shared_.v_full[v_.slot()], shared_.v[v_.slot()], kv_tile, kv_head,
-                                      rows);
+                                      tile);
     v_ = v_.next();
   }
 
+  // With pages, reads the page table, from global memory: called long before the rows are needed.
+  __device__ __forceinline__ KeyTile find(int kv_tile, const Tile& tile) const {
+    if constexpr (kHasPages) {
+      const int lane = int(threadIdx.x) % 32, key = first_key_of_box(kv_tile, lane);
+      const int count = lane < kBoxes ? PageTable::keys_of_box(tile.sequence.seqlen_k - key) : 0;
+      return {kv_tile, count > 0 ? params_.pages.end_of_box(tile.number, key, count) : 0};
+    } else {
+      return {kv_tile};
+    }
+  }
+
   template <int kColumns>
-  __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* tile, int kv_tile,
-                                                int kv_head, const RowOrigin& rows) {
-    full.arrive_and_expect_tx(Variant::kKey * kColumns * sizeof(Element));
-    load_tile<Swizzle, Variant::kKey, kColumns>(map, full, tile, rows, kv_tile * Variant::kKey, kv_head, kKeepInL2);
+  __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* place,
+                                                const KeyTile& kv_tile, int kv_head, const Tile& tile) {
+    if (leads()) { full.arrive_and_expect_tx(Variant::kKey * kColumns * sizeof(Element)); }
+    if constexpr (kHasPages) {
+      load_boxes<kColumns>(map, full, place, kv_tile, kv_head, tile.sequence.seqlen_k);
+    } else {
+      load_tile<Swizzle, Variant::kKey, kColumns>(map, full, place, tile.key_rows, kv_tile.number * Variant::kKey,
+                                                  kv_head, kKeepInL2);
+    }
+  }
+
+  static constexpr int kBoxes = Variant::kKey / PageTable::kBoxRows;
+  static_assert(!kHasPages || Variant::kKey % PageTable::kBoxRows == 0);
+
+  static __device__ __forceinline__ int first_key_of_box(int kv_tile, int box) {
+    return kv_tile * Variant::kKey + box * PageTable::kBoxRows;
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void load_boxes(const CUtensorMap& map, Barrier& full, Element* place,
+                                             const KeyTile& kv_tile, int kv_head, int seqlen_k) {
+    int ends[kBoxes];
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) { ends[i] = __shfl_sync(0xffffffff, kv_tile.end_of_box, i); }
+    if (!leads()) { return; }
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) {
+      const int count = PageTable::keys_of_box(seqlen_k - first_key_of_box(kv_tile.number, i));
+      const RowOrigin rows = RowOrigin::of(true, ends[i], count);
+#pragma unroll
+      for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
+        ptx::load_box(place + column * Variant::kKey + i * PageTable::kBoxRows * Swizzle::kColumns, map,
+                      {column, kv_head, rows.first, rows.outer, rows.wrap}, &full, kKeepInL2);
+      }
+    }
   }
 
   Shared& shared_;
   const KernelParams& params_;
+  const bool leads_;
   RingIndex<Variant::kQueryStages> q_;
   Ring k_, v_;
+  std::conditional_t<Variant::kHasColumns, ColumnsOfTile, Empty> announced_;  // with the next query tile
 };
 
 }  // namespace dash_attn::forward

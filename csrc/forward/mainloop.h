@@ -20,10 +20,14 @@
 #pragma once
 
 #include "../device/fragment.h"
+#include "../device/hidden_keys.h"
 #include "../device/warp_roles.h"
 #include "config.h"
+#include "live_walk.h"
 #include "params.h"
+#include "row_bits.h"
 #include "rows.h"
+#include "score_tile.h"
 #include "softmax.h"
 
 namespace dash_attn::forward {
@@ -45,7 +49,7 @@ class Consumer {
   __device__ void run() {
     Output out;
     PackedScores p;
-    OnlineSoftmax softmax(params_.score);
+    Softmax softmax(params_.score);
     // `rows` are those of the previous tile. If `pending`, they have yet to be stored, and if they see keys, their last
     // P awaits its product with V.
     Rows rows{};
@@ -54,16 +58,17 @@ class Consumer {
       const int end = next_tile();
       Rows next{};
       if (end != kNoMoreTiles) {
-        next = Rows(params_, sequence_of_tile(), end, consumer_);
+        const Sequence sequence = sequence_of_tile();
+        next = Rows(params_, sequence, end, consumer_, loaded_tiles(sequence, end), live_tiles_of_rows());
         if constexpr (Score::kHasSlope) { set_slopes(next); }
-        if constexpr (Variant::kKeepsRowOfBits) { next.bits.first = find_row_of_bits(next); }
+        if constexpr (Variant::kKeepsRowOfBits) { next.bits.first = bits().find(next); }
       }
       if (Variant::kCrosses && rows.kv.count > 0 && next.kv.count > 0 && may_cross(rows, next)) {
         cross(out, p, softmax, rows, next);
       } else {
         if (pending) { end_rows(out, p, softmax, rows, q_.previous()); }
         if (end == kNoMoreTiles) { break; }
-        softmax = OnlineSoftmax(params_.score);
+        softmax = Softmax(params_.score);
         clear(out);
         if (next.kv.count > 0) {
           begin(p, softmax, next);
@@ -96,15 +101,16 @@ class Consumer {
   static constexpr int kScoreRegisters = Variant::kKey / 2;        // a 64 x kKey fragment
   static constexpr int kOutputRegisters = Variant::kValueDim / 2;  // a 64 x kValueDim fragment
 
-  // Whether the mask hides keys of a tile from some rows.
-  enum class Tile { kUnmasked, kMasked };
+  // Whether the mask hides keys of a tile from some rows; and whether columns do, beside the rest of the mask.
+  enum class Tile { kUnmasked, kMasked, kHidden };
 
   using Scores = float[kScoreRegisters];
   using PackedScores = uint32_t[kScoreRegisters / 8][4];
   using Output = float[kOutputRegisters];
-  using Bits = dropout::FragmentBits<dropout::FragmentRows::kQueries, Variant::kKey>;
-  using BitsRead = std::conditional_t<Score::kDrops, typename Bits::Read, Empty>;
+  using BitsRead = typename BitsOfRows<Variant>::Read;
+  using HiddenKeys = HiddenOfWarp<Variant::kKey>;
   using Rows = WarpgroupRows<Variant>;
+  using Softmax = OnlineSoftmax<Variant::kFindsLargest>;
   using QuerySlot = RingIndex<Variant::kQueryStages>;
 
   // The shuffle tells the compiler that all that follows from the value is uniform.
@@ -115,10 +121,28 @@ class Consumer {
     return {__shfl_sync(0xffffffff, sequence.seqlen_q, 0), __shfl_sync(0xffffffff, sequence.seqlen_k, 0)};
   }
 
+  // The KV tiles that are loaded for the query tile. Under a mask by key columns these are their ranks.
+  __device__ __forceinline__ Range loaded_tiles(const Sequence& sequence, int end) const {
+    if constexpr (Variant::kHasColumns) { return ranks_of(shared_.columns_of(q_).loaded); }
+    return kv_tiles_of_query_tile<Variant>(params_, sequence, end);
+  }
+  __device__ __forceinline__ Range live_tiles_of_rows() const {
+    if constexpr (Variant::kHasColumns) { return ranks_of(shared_.columns_of(q_).loaded, consumer_); }
+    return {};
+  }
+
+  // Waits for the first K of the rows or of a word, and reads what is walked from that tile on.
+  __device__ __forceinline__ void wait_for_first_k(const Rows& rows) {
+    wait_for_k();
+    if constexpr (Variant::kHasColumns) {
+      word_ = TilesToWalk(shared_.columns.words[k_.slot()], consumer_, rows.kv_seen_whole(params_));
+    }
+  }
+
   // Between two of the following functions no product is in flight, so that ptxas can trace each product to its wait.
 
   // Computes the first scores of `rows`.
-  __device__ __forceinline__ void begin(PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
+  __device__ __forceinline__ void begin(PackedScores& p, Softmax& softmax, const Rows& rows) {
     Scores s;
     const bool passes_together = passes_many(rows.passed_before);
     if (passes_together) {
@@ -126,23 +150,45 @@ class Consumer {
     } else {
       pass_keys(rows.passed_before);
     }
-    wait_for_k();
+    wait_for_first_k(rows);
     issue_s(s);
-    const BitsRead bits = bits_of_last(rows);
+    const BitsRead bits_read = bits().read_last(rows);
     wait_products<0>();
     release_k(s);
     if (rows.kv.count == 1) { release_q(); }
     make_scores(s, rows, rows.kv.end() - 1);
     exponentiate_first(s, softmax, rows);
-    softmax.set_limits();
+    softmax.set_limits(finds_largest());
     if (!passes_together) { pass_values(rows.passed_before); }
     shared_.v_full[v_.slot()].wait(v_.parity());
-    round_p(p, s, bits, rows.kv.end() - 1);
+    round_p(p, s, bits_read, rows.kv.end() - 1);
   }
 
   // Walks all KV tiles but the first in this order, which is the last of the sequence.
-  __device__ __forceinline__ void walk(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
+  __device__ __forceinline__ void walk(Output& out, PackedScores& p, Softmax& softmax, const Rows& rows) {
     int kv_tile = rows.kv.end() - 1;
+    if constexpr (Variant::kHasColumns) {
+      while (kv_tile > rows.kv.first) {
+        if (word_.live == 0) { wait_for_first_k(rows); }
+        const int next_to_mask = max_int(rows.kv.first, kv_tile - word_.leave_unmasked());
+        while (kv_tile > next_to_mask) { step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile); }
+        if (word_.live == 0 || kv_tile == rows.kv.first) { continue; }
+        if (word_.hides_keys_of_next()) {
+          step<Tile::kHidden>(out, p, softmax, rows, --kv_tile);
+        } else {
+          step<Tile::kMasked>(out, p, softmax, rows, --kv_tile);
+        }
+        word_.leave_next();
+      }
+    } else {
+      walk_range(out, p, softmax, rows, kv_tile);
+    }
+    if (!passes_many(rows.passed_after)) { pass_keys(rows.passed_after); }
+  }
+
+  // The same without columns.
+  __device__ __forceinline__ void walk_range(Output& out, PackedScores& p, Softmax& softmax, const Rows& rows,
+                                             int kv_tile) {
     const Range whole = rows.kv_seen_whole(params_);
     const int first_masked_after = max_int(rows.kv.first, whole.end());
     if constexpr (Variant::kMask != MaskKind::kFull) {
@@ -152,26 +198,28 @@ class Consumer {
     if constexpr (!starts_at_first_key(Variant::kMask)) {
       while (kv_tile > rows.kv.first) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
     }
-    if (!passes_many(rows.passed_after)) { pass_keys(rows.passed_after); }
   }
 
   template <Tile kTile>
-  __device__ __forceinline__ void step(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
+  __device__ __forceinline__ void step(Output& out, PackedScores& p, Softmax& softmax, const Rows& rows,
                                        int kv_tile) {
     Scores s;
     RowStatistic correction;
     wait_for_k();
     issue_s(s);
     issue_out(out, p);
-    const BitsRead bits = bits_of(rows, kv_tile);
+    const BitsRead bits_read = bits().read(rows, kv_tile);
+    [[maybe_unused]] HiddenKeys hidden;
+    if constexpr (kTile == Tile::kHidden) { hidden = hidden_keys_of_next(rows); }
     wait_products<1>();  // S
     release_k(s);
     if (kv_tile == rows.kv.first) { release_q(); }
     make_scores(s, rows, kv_tile);
-    if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, kv_tile); }
+    if constexpr (kTile != Tile::kUnmasked) { apply_mask(s, rows, kv_tile); }
+    if constexpr (kTile == Tile::kHidden) { hide_keys(s, hidden, thread_anew()); }
     // A wait ends a basic block. Within one, ptxas moves exponentials and roundings freely.
     if constexpr (Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
-    const bool corrects = softmax.follow(s, correction);
+    const bool corrects = softmax.follow(s, correction, finds_largest());
     softmax.subtract_reference(s);  // this overlaps P V
     if constexpr (!Variant::kRoundsBesideExponentials) { softmax.exponentiate(s, corrects, correction); }
     fence_operand(s);
@@ -179,37 +227,38 @@ class Consumer {
     complete_out(out, p);
     if (corrects) { correct_rows(out, correction); }
     if constexpr (Variant::kRoundsBesideExponentials) { softmax.exponentiate(s, corrects, correction); }
-    round_p(p, s, bits, kv_tile);
+    round_p(p, s, bits_read, kv_tile);
   }
 
   // Crosses from `rows` to `next`: the last product of the former and the first scores of the latter.
-  __device__ __forceinline__ void cross(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
+  __device__ __forceinline__ void cross(Output& out, PackedScores& p, Softmax& softmax, const Rows& rows,
                                         const Rows& next) {
     Scores s;
     pass_keys(next.passed_before);
-    wait_for_k();
+    wait_for_first_k(next);
     issue_s(s);
     issue_out(out, p);
+    add_largest(softmax, rows, q_.previous());  // no registers hold it beside the next rows'
     wait_products<1>();  // S
     release_k(s);
     make_scores(s, next, next.kv.end() - 1);
-    OnlineSoftmax next_softmax(params_.score);
+    Softmax next_softmax(params_.score);
     exponentiate_first(s, next_softmax, next);
     fence_operand(s);
     wait_for_next_v();
     complete_out(out, p);
-    const BitsRead bits = bits_of_last(next);  // they arrive while the output is stored
+    const BitsRead bits_read = bits().read_last(next);  // they arrive while the output is stored
     pass_values(rows.passed_after + next.passed_before);
     store(out, softmax, rows, q_.previous());
     softmax = next_softmax;
-    softmax.set_limits();
+    softmax.set_limits(finds_largest());
     clear(out);
     shared_.v_full[v_.slot()].wait(v_.parity());
-    round_p(p, s, bits, next.kv.end() - 1);
+    round_p(p, s, bits_read, next.kv.end() - 1);
   }
 
   // The last product of rows that do not cross, if they see a key, and their output.
-  __device__ __forceinline__ void end_rows(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
+  __device__ __forceinline__ void end_rows(Output& out, PackedScores& p, Softmax& softmax, const Rows& rows,
                                            QuerySlot slot_of_rows) {
     if (rows.kv.count > 0) {
       issue_out(out, p);
@@ -220,6 +269,7 @@ class Consumer {
         pass_values(rows.passed_after);
       }
     }
+    add_largest(softmax, rows, slot_of_rows);
     store(out, softmax, rows, slot_of_rows);
   }
 
@@ -228,10 +278,10 @@ class Consumer {
   // for their V, and may use all buffers but that one (docs/forward.md, "No wait can hang"). Without a window no more
   // tiles are passed over than the rows of the other warpgroups have keys.
   static __device__ __forceinline__ constexpr bool passes_many(int tiles) {
-    return Variant::kMask == MaskKind::kWindow && tiles >= Variant::kStages;
+    return !starts_at_first_key(Variant::kMask) && tiles >= Variant::kStages;
   }
   static __device__ __forceinline__ constexpr bool may_cross(const Rows& rows, const Rows& next) {
-    return Variant::kMask != MaskKind::kWindow || rows.passed_after + next.passed_before <= Variant::kStages;
+    return starts_at_first_key(Variant::kMask) || rows.passed_after + next.passed_before <= Variant::kStages;
   }
   static_assert(ceil_div(Variant::kQuery - kWarpgroupRows, Variant::kKey) <= Variant::kStages);
 
@@ -293,44 +343,13 @@ class Consumer {
     }
   }
 
-  // The bits of the query tile's head. With dropout heads are not packed.
-  __device__ __forceinline__ const uint8_t* bits_of_head() const {
-    const AnnouncedTile& tile = shared_.tile(q_);
-    return params_.dropout.of_head(tile.number, tile.head_group);
-  }
+  __device__ __forceinline__ BitsOfRows<Variant> bits() const { return {params_, shared_.tile(q_), thread_}; }
 
-  __device__ __forceinline__ const uint8_t* find_row_of_bits(const Rows& rows) const {
-    return Bits::row_of(params_.dropout, bits_of_head(), rows.first_position, thread_anew());
-  }
-
-  // Called long before the bits are used, because they come from global memory. Every KV tile but the last has all its
-  // keys; the plan of a pack rejects sequences that are longer than the bits. Keys of the last tile may not exist.
-  __device__ __forceinline__ BitsRead bits_of(const Rows& rows, int kv_tile) const {
-    if constexpr (Score::kDrops) {
-      return Bits::read_whole(row_of_bits(rows), kv_tile * Variant::kKey);
-    } else {
-      return {};
-    }
-  }
-  __device__ __forceinline__ BitsRead bits_of_last(const Rows& rows) const {
-    if constexpr (Score::kDrops) {
-      return Bits::read(params_.dropout, row_of_bits(rows), (rows.kv.end() - 1) * Variant::kKey);
-    } else {
-      return {};
-    }
-  }
-
-  __device__ __forceinline__ const uint8_t* row_of_bits(const Rows& rows) const {
-    if constexpr (Variant::kKeepsRowOfBits) {
-      return rows.bits.first;
-    } else {
-      return find_row_of_bits(rows);
-    }
-  }
-
-  __device__ __forceinline__ void round_p(PackedScores& p, const Scores& s, const BitsRead& bits, int kv_tile) const {
+  __device__ __forceinline__ void round_p(PackedScores& p, const Scores& s, const BitsRead& read, int kv_tile) const {
     pack_slices<Element>(p, s);
-    if constexpr (Score::kDrops) { Bits(bits, kv_tile * Variant::kKey).template drop<Element>(p); }
+    if constexpr (Score::kDrops) {
+      typename BitsOfRows<Variant>::Bits(read, kv_tile * Variant::kKey).template drop<Element>(p);
+    }
   }
 
   // Releases Q after the last scores of the tile, unless the output will be staged in its place.
@@ -338,85 +357,53 @@ class Consumer {
     if constexpr (Variant::kOutputInValues) { shared_.q_empty[q_.slot()].arrive(); }
   }
 
-  // ALiBi's bias of the rows' products with the keys of a KV tile.
-  struct Bias {
-    RowStatistic slopes, first_distances;
-
-    __device__ __forceinline__ float slope(int i) const { return slopes[row_of(i)]; }
-    __device__ __forceinline__ float distance(int i) const {
-      return first_distances[row_of(i)] + float(fragment_column(0, i));
-    }
-  };
-
-  // Only called, and only compiled, for scores with slopes.
-  struct BiasOf {
-    const Consumer& consumer;
-    const Rows& rows;
-    int kv_tile;
-
-    __device__ __forceinline__ Bias operator()() const {
-      Bias bias;
-#pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row) {
-        const int position = rows.position(consumer.params_, consumer.thread_, row);
-        const int own_key = position + rows.sequence.seqlen_k - rows.sequence.seqlen_q;
-        bias.slopes[row] = rows.slopes.of[row];
-        bias.first_distances[row] = float(kv_tile * Variant::kKey + fragment_column(consumer.thread_, 0) - own_key);
-      }
-      return bias;
-    }
-  };
-
   // Turns the rows' products with the keys of a KV tile into scores.
   __device__ __forceinline__ void make_scores(Scores& s, const Rows& rows, int kv_tile) const {
-    Score::apply(s, BiasOf{*this, rows, kv_tile}, params_.score);
+    Score::apply(s, BiasOf<Variant>{params_, rows, kv_tile, thread_}, params_.score);
   }
 
   // Leaves the limits of the softmax to the caller: `cross` has no registers for them until the output has been stored.
-  __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) const {
+  __device__ __forceinline__ void exponentiate_first(Scores& s, Softmax& softmax, const Rows& rows) {
     const int kv_tile = rows.kv.end() - 1;
-    const Range whole = rows.kv_seen_whole(params_);
-    const bool hides_first = !starts_at_first_key(Variant::kMask) && kv_tile < whole.first;
-    if (kv_tile >= whole.end() || hides_first) { apply_mask(s, rows, kv_tile); }  // not in `whole`
+    if (hides_part_of_first(rows, kv_tile)) { apply_mask(s, rows, kv_tile); }
+    if constexpr (Variant::kHasColumns) {
+      if (word_.hides_keys_of_next()) { hide_keys(s, hidden_keys_of_next(rows), thread_anew()); }
+      word_.leave_next();
+    }
     softmax.start(s);
     softmax.subtract_reference(s);
     softmax.exponentiate(s);
   }
 
+  __device__ __forceinline__ bool hides_part_of_first(const Rows& rows, int kv_tile) const {
+    if constexpr (Variant::kHasColumns) { return word_.masks_next(); }
+    const Range whole = rows.kv_seen_whole(params_);
+    const bool hides_first = !starts_at_first_key(Variant::kMask) && kv_tile < whole.first;
+    return kv_tile >= whole.end() || hides_first;  // not in `whole`
+  }
+
+  // Masks a tile, except for the keys that columns hide. `kv_tile` is its number only without columns.
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
-    const Mask mask = rows.mask(params_);
-    const int first_key = kv_tile * Variant::kKey, column = first_key + fragment_column(thread_, 0);
-    // Under a window few tiles are cut on both sides.
-    const bool is_window = !starts_at_first_key(mask.kind);
-    if (!is_window || first_key + Variant::kKey > mask.keys_of(rows.first_position).end()) {
-#pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row) {
-        const int end = mask.keys_of(rows.position(params_, thread_, row)).end();
-#pragma unroll
-        for (int i = 0; i < kScoreRegisters; ++i) {
-          if (row_of(i) == row && fragment_column(0, i) >= end - column) { s[i] = -INFINITY; }
-        }
-      }
-    }
-    if (is_window && first_key < mask.keys_of(rows.last_position(params_)).first) {
-#pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row) {
-        const int first = mask.keys_of(rows.position(params_, thread_, row)).first;
-#pragma unroll
-        for (int i = 0; i < kScoreRegisters; ++i) {
-          if (row_of(i) == row && fragment_column(0, i) < first - column) { s[i] = -INFINITY; }
-        }
-      }
-    }
+    if constexpr (Variant::kHasColumns) { kv_tile = word_.next_tile(); }
+    hide_tile(s, rows, params_, kv_tile, thread_);
+  }
+
+  // Read from global memory: called while a product runs. Query tiles are of one head (fixes_rows_of_tiles).
+  __device__ __forceinline__ HiddenKeys hidden_keys_of_next(const Rows& rows) const {
+    const HiddenQueries* const keys = shared_.columns_of(q_).keys + word_.next_tile() * Variant::kKey;
+    return hidden_of_warp<Variant::kKey>(rows.first_position, keys, thread_anew());
   }
 
   // Hands the rows to the storer and writes the log-sum-exp. `out` is the sum of P V.
-  __device__ __forceinline__ void store(Output& out, OnlineSoftmax& softmax, const Rows& rows,
+  __device__ __forceinline__ void store(Output& out, Softmax& softmax, const Rows& rows,
                                         QuerySlot slot_of_rows) const {
     const AnnouncedTile& tile = shared_.tile(slot_of_rows);
     const int thread = thread_anew();
     RowStatistic inverse_sum, lse;
     const auto sees_no_key = [&](int row) {
+      if constexpr (Variant::kHasColumns) {
+        if (params_.columns.hide_keys) { return softmax.has_summed_nothing(row); }
+      }
       return rows.mask(params_).keys_of(rows.position(params_, thread, row)).count == 0;
     };
     const auto head = [&](int row) { return Rows::head(params_, tile.head_group, thread, row); };
@@ -458,6 +445,23 @@ class Consumer {
     if constexpr (!Variant::kOutputInValues) { shared_.q_empty[slot_of_rows.slot()].arrive(); }
   }
 
+  __device__ __forceinline__ bool finds_largest() const { return Variant::kFindsLargest && params_.largest.of_heads; }
+
+  __device__ __forceinline__ void add_largest(const Softmax& softmax, const Rows& rows,
+                                              QuerySlot slot_of_rows) const {
+    if constexpr (Variant::kFindsLargest) {
+      if (!finds_largest()) { return; }
+      const AnnouncedTile& tile = shared_.tile(slot_of_rows);
+      const int thread = thread_anew();
+#pragma unroll
+      for (int row = 0; row < kRowsPerThread; ++row) {
+        const bool exists = rows.position(params_, thread, row) < rows.sequence.seqlen_q;
+        // Query tiles are of one head (fixes_rows_of_tiles).
+        params_.largest.add_warp(tile.number, tile.head_group, exists ? softmax.largest(row) : -INFINITY);
+      }
+    }
+  }
+
   __device__ __forceinline__ void stage(Element* tile, int first_row,
                                         const uint32_t (&packed)[kOutputRegisters / 8][4]) const {
     const int thread = thread_anew();
@@ -478,6 +482,7 @@ class Consumer {
   const int thread_;
   QuerySlot q_;  // of the rows whose scores are computed
   RingIndex<Variant::kStages> k_, v_;
+  std::conditional_t<Variant::kHasColumns, TilesToWalk, Empty> word_;
 };
 
 }  // namespace dash_attn::forward

@@ -5,7 +5,9 @@
 
 #include "../device/dropout_bits.h"
 #include "../device/score.h"
+#include "../placement/columns.h"
 #include "../placement/forward_tiles.h"
+#include "largest_logits.h"
 
 namespace dash_attn::forward {
 
@@ -21,6 +23,9 @@ struct KernelParams {
   ScoreParams score;
   const float* sinks;  // (heads): an extra logit for each row; null if there are none
   dropout::BitsView dropout;
+  ColumnsView columns;  // for kColumns
+  PageTable pages;  // of kernels for windows alone
+  LargestLogits largest;
 };
 
 }  // namespace dash_attn::forward

@@ -46,7 +46,9 @@ template <typename Variant>
 struct WarpgroupRows {
   Sequence sequence;
   int first_position;  // past the sequence's end if the tile has no rows for this warpgroup
-  Range kv;            // the KV tiles that some row sees, walked from the last to the first
+  // The KV tiles that are walked, from the last to the first: those that some row sees. Under a mask by key columns
+  // these are ranks among the tiles that are loaded: from the first one that some row sees to the last one.
+  Range kv;
   int passed_before;   // KV tiles loaded before those for other rows of the query tile
   int passed_after;    // KV tiles loaded after them
   std::conditional_t<Variant::Score::kHasSlope, RowSlopes, Empty> slopes;
@@ -54,13 +56,13 @@ struct WarpgroupRows {
 
   WarpgroupRows() = default;
 
+  // `of_tile`: the KV tiles that are loaded for the query tile. `live`: under a mask by key columns, the rows' own.
   __device__ __forceinline__ WarpgroupRows(const KernelParams& params, const Sequence& of_sequence, int end,
-                                           int consumer)
+                                           int consumer, Range of_tile, Range live)
       : sequence(of_sequence) {
-    const Range of_tile = kv_tiles_of_query_tile<Variant>(params, sequence, end);
     first_position = first_row(params, end, consumer);
     const bool exist = first_position < min_int(end, sequence.seqlen_q);
-    kv = grid(params).kv_tiles_of_queries(first_position, end_position(params));
+    kv = Variant::kHasColumns ? live : grid(params).kv_tiles_of_queries(first_position, end_position(params));
     if (!exist) { first_position = sequence.seqlen_q; }
     if (!exist || kv.count == 0) { kv = {of_tile.first, 0}; }
     passed_before = of_tile.end() - kv.end();

@@ -3,10 +3,12 @@
 #pragma once
 
 #include <climits>
+#include <type_traits>
 
 #include "../device/fragment.h"
 #include "../device/ptx.h"
 #include "../device/score.h"
+#include "../host_device.h"
 
 namespace dash_attn::forward {
 
@@ -22,6 +24,14 @@ __device__ __forceinline__ float across_row(float x, Operation operation) {
 // Minus zero: as a factor it acts like zero, and it is no power of two, so that it marks rows that have summed nothing.
 constexpr float kNothingSummed = -0.f;
 
+// The bits of a thread's `OnlineSoftmax::largest`, but for NaN.
+struct LargestScores {
+  static constexpr int kMinusInfinity = -0x800000;  // the bits of -inf
+  int of[kRowsPerThread] = {kMinusInfinity, kMinusInfinity};
+};
+
+// kFindsLargest: whether calls may ask for the largest scores.
+template <bool kFindsLargest>
 class OnlineSoftmax {
  public:
   explicit __device__ __forceinline__ OnlineSoftmax(const ScoreParams& params)
@@ -41,21 +51,25 @@ class OnlineSoftmax {
   // The reference is the largest score so far, or a score up to kSlack below it: P up to 2^kSlack is as exact as P up
   // to 1, and after the first tiles few rows need a correction. Whether a row needs one depends on that row alone.
   template <int kSize>
-  __device__ __forceinline__ bool follow(const float (&s)[kSize], RowStatistic& correction) {
+  __device__ __forceinline__ bool follow(const float (&s)[kSize], RowStatistic& correction, bool finds_largest) {
     if (!may_move(s)) { return false; }
     const bool corrects = move(s, correction);
-    set_limits();
+    set_limits(finds_largest);
     return corrects;
   }
 
-  // Sets each row's limit: a score at or above it may move the reference. See may_move.
-  __device__ __forceinline__ void set_limits() {
+  // Sets each row's limit: a score at or above it may move the reference. See may_move. With `finds_largest`, largest()
+  // is exact; without, steps in which no reference moves may miss scores with a sign.
+  __device__ __forceinline__ void set_limits(bool finds_largest) {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const float stays_below = reference(row) + kSlack;
       limit_[row] = __float_as_uint(fmaf(-fabsf(stays_below), kMargin, stays_below) * inverse_scale_log2_);
     }
-    if (__any_sync(0xffffffff, limit_[0] >= kNoSign || limit_[1] >= kNoSign)) {
+    bool misses_largest = false;
+    // The signed comparison keeps the largest score of a row only if that score has no sign.
+    if constexpr (kFindsLargest) { misses_largest = finds_largest && (largest_.of[0] < 0 || largest_.of[1] < 0); }
+    if (__any_sync(0xffffffff, limit_[0] >= kNoSign || limit_[1] >= kNoSign || misses_largest)) {
       for (uint32_t& limit : limit_) { limit = max(limit, kNoSign); }
     }
   }
@@ -81,6 +95,17 @@ class OnlineSoftmax {
   template <int kSize>
   __device__ __forceinline__ void exponentiate(float (&s)[kSize]) {
     exponentiate(s, false, {});
+  }
+
+  // Whether the row's sum is 0: all its scores were -inf, and none was NaN. Called by whole warps.
+  __device__ __forceinline__ bool has_summed_nothing(int row) const {
+    return across_row(sum_[row], [](float a, float b) { return a + b; }) == 0.f;
+  }
+
+  // The largest of the row's scores that this thread or another one of the row has seen, and NaN if the thread has seen
+  // one that is NaN, or the row one that is +inf. The row's largest score is the largest of its threads'.
+  __device__ __forceinline__ float largest(int row) const {
+    return sum_[row] == sum_[row] ? __int_as_float(largest_.of[row]) : NAN;
   }
 
   // After the last tile: the factor that normalises the output, and the log-sum-exp. A sink, one for each head, is a
@@ -123,21 +148,36 @@ class OnlineSoftmax {
     }
   }
 
+  // Raises `largest` to the scores' bits, as signed integers.
+  template <int kSize>
+  __device__ __forceinline__ bool reaches_limit(int (&largest)[kRowsPerThread], const float (&s)[kSize]) const {
+    fold_bits(largest, s, ptx::max3);
+    return largest[0] >= int(limit_[0]) || largest[1] >= int(limit_[1]);
+  }
+
   // Returns false only if no reference of the warp's rows moves, as in most tiles. This takes neither a maximum nor an
   // exchange between threads. Bits are compared as integers, three at a time in one instruction: as signed integers,
   // floats without a sign keep their order and lie above all floats with one. If a limit has a sign, the comparison is
-  // unsigned: floats with a sign are then in reverse order and lie above all without one.
+  // unsigned: floats with a sign are then in reverse order and lie above all without one. With kFindsLargest the
+  // comparison also finds the largest scores where no reference moves, in the same instructions.
   template <int kSize>
-  __device__ __forceinline__ bool may_move(const float (&s)[kSize]) const {
+  __device__ __forceinline__ bool may_move(const float (&s)[kSize]) {
     bool may = false;
     if (__builtin_expect(limit_[0] >= kNoSign, false)) {  // then so are all limits of the warp
       uint32_t smallest[kRowsPerThread] = {UINT_MAX, UINT_MAX};
       fold_bits(smallest, s, ptx::min3);
       may = smallest[0] <= limit_[0] || smallest[1] <= limit_[1];
+      if constexpr (kFindsLargest) {
+#pragma unroll
+        for (int row = 0; row < kRowsPerThread; ++row) {  // a score without a sign is left to `move`
+          largest_.of[row] = int(min(uint32_t(largest_.of[row]), max(smallest[row], kNoSign + 1)));
+        }
+      }
+    } else if constexpr (kFindsLargest) {
+      may = reaches_limit(largest_.of, s);
     } else {
       int largest[kRowsPerThread] = {INT_MIN, INT_MIN};
-      fold_bits(largest, s, ptx::max3);
-      may = largest[0] >= int(limit_[0]) || largest[1] >= int(limit_[1]);
+      may = reaches_limit(largest, s);
     }
     return __any_sync(0xffffffff, may);
   }
@@ -150,9 +190,13 @@ class OnlineSoftmax {
     for (int i = 0; i < kSize; ++i) { largest[row_of(i)] = fmaxf(largest[row_of(i)], s[i]); }
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
+      largest[row] = across_row(largest[row], [](float a, float b) { return fmaxf(a, b); });
+      if constexpr (kFindsLargest) {
+        largest_.of[row] = __float_as_int(fmaxf(__int_as_float(largest_.of[row]), largest[row]));
+      }
       // Rounded before the subtraction, not fused into it, so that a row whose reference stays gets a correction of
       // exactly 1.
-      largest[row] = __fmul_rn(across_row(largest[row], [](float a, float b) { return fmaxf(a, b); }), scale_log2_);
+      largest[row] = __fmul_rn(largest[row], scale_log2_);
       const float before = reference(row);
       // True for the first score, and for NaN.
       const bool moves = !(largest[row] - before <= kSlack);
@@ -175,6 +219,7 @@ class OnlineSoftmax {
   // The bits of a score from which on the reference may move. Within a warp either all limits are those of floats
   // without a sign, or all are at least kNoSign.
   uint32_t limit_[kRowsPerThread] = {kDecidesAlways, kDecidesAlways};
+  std::conditional_t<kFindsLargest, LargestScores, Empty> largest_;
   RowStatistic sum_ = {0.f, 0.f};  // over the elements that this thread holds
 };
 

@@ -9,6 +9,7 @@
 #include "../contract/mask.h"
 #include "../contract/policy.h"
 #include "../contract/tile_shapes.h"
+#include "../placement/sequences.h"
 #include "tensor.h"
 
 namespace dash_attn {
@@ -16,7 +17,7 @@ namespace dash_attn {
 // The lengths of a pack's sequences, on the device; cu_seqlens are null in a dense batch. Sequence i begins at row
 // cu_seqlens[i] and has seqused[i] rows, or, where that is null, all up to cu_seqlens[i + 1].
 struct PackLengths {
-  const int *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1)
+  const int *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1); the latter null too where keys lie in pages
   const int *seqused_q, *seqused_k;        // (batch), or null
 };
 
@@ -26,6 +27,16 @@ struct DropoutTensor {
   const void* bits;              // (batch, heads, query_blocks, key_blocks, 128 bytes)
   int query_blocks, key_blocks;  // of a pack: no fewer than the longest sequence has
   float p;
+};
+
+// A mask by key columns (csrc/contract/columns.h): FlashMask's startend_row_indices; null if there is none. The bounds
+// of a key, and the keys, are adjacent. Strides are in elements.
+struct ColumnMask {
+  const int* bounds = nullptr;  // (batch, heads of the mask, seqlen_k, per_key); of a pack without the batch
+  int per_key = 0;              // 1, 2 or 4; 0 without bounds
+  bool causal = false;          // FlashMask's flag, which gives the bounds their meaning
+  int64_t batch_stride = 0;     // 0 for a pack
+  int64_t head_stride = 0;      // 0 if all KV heads share the mask
 };
 
 struct AttentionArguments {
@@ -44,10 +55,12 @@ struct AttentionArguments {
   const float* sinks;          // (heads): logits of keys without a value
   DropoutTensor dropout;
   MaskRule mask;
+  ColumnMask columns;  // hides further keys
   int num_sms;    // SMs the kernels may use
   int sm_margin;  // SMs of the device beside those
 
   bool drops() const { return dropout.bits != nullptr; }
+  bool has_columns() const { return columns.bounds != nullptr; }
   bool is_pack() const { return pack.cu_seqlens_q != nullptr; }
   HeadDims padded_head_dims() const { return dash_attn::padded_head_dims(head_dims.qk, head_dims.v); }
   Sequence sequence() const { return {seqlen_q, seqlen_k}; }  // of a dense batch
@@ -56,7 +69,15 @@ struct AttentionArguments {
   int group_size() const { return heads / kv_heads; }
 };
 
-using ForwardArguments = AttentionArguments;
+struct ForwardArguments : AttentionArguments {
+  // Where keys lie in pages, the rows of k and v are those of all pages, a sequence has seqused_k keys, and there are
+  // no cu_seqlens_k.
+  PageTable pages;
+  float* max_logits;  // (batch, heads), filled with -inf; or null where they are not wanted
+
+  // Only the kernels for masks by key columns find the largest logits.
+  bool needs_column_kernel() const { return has_columns() || max_logits; }
+};
 
 // Of a backward that is a chunk of keys by a chunk of queries: sums in fp32, in the kernels' own order of elements,
 // that go from one such call to the next on the same stream. None where `dq` is null.

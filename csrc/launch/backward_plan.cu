@@ -8,6 +8,7 @@
 #include "../contract/splits.h"
 #include "../placement/finishing.h"
 #include "../placement/head_swizzle.h"
+#include "column_plan.h"
 #include "pack_plan.h"
 #include "scores.h"
 #include "self_check.h"
@@ -97,6 +98,14 @@ void check_launchable(const BackwardPlan& plan) {
   }
 }
 
+// A kernel for masks by key columns serves one policy of its set.
+void check_policy_of_columns(const BackwardArguments& a) {
+  if (!has_kernel(a.policy, {a.mask.kind, a.padded_head_dims(), false, false, /*has_columns=*/true})) {
+    throw std::runtime_error(std::string("dash_attn: no kernel has startend_row_indices under schedule ") +
+                             kPolicyNames[int(a.policy)]);
+  }
+}
+
 void make_tensor_maps(const BackwardPlan& plan, backward::KernelParams& params) {
   const BackwardArguments& a = plan.call;
   const TileShape tile = tile_of(a);
@@ -122,12 +131,15 @@ void make_tensor_maps(const BackwardPlan& plan, backward::KernelParams& params) 
 BackwardPlan plan_backward(const BackwardArguments& call) {
   BackwardPlan plan{};
   BackwardArguments& a = plan.call = call;
-  // Kernels that carry sums see every mask as a window; those beside them see the mask as it is.
-  const MaskRule mask = kernel_mask(call, call.carries());
-  if (!call.carries()) { a.mask = mask; }
+  // Kernels that carry sums, and those of a mask by key columns, see the rest of the mask as a window. Those beside
+  // them see it as it is.
+  const MaskRule mask = plan.kernel_mask = kernel_mask(call, call.carries(), call.has_columns());
+  if (!call.carries() && !call.has_columns()) { a.mask = mask; }
+  if (call.has_columns()) { check_policy_of_columns(a); }
   plan.kernel = &backward_kernel_of(call, mask);
   const TileShape tile = tile_of(a);
-  plan.grid = {{tile.query, tile.key, plan.kernel->cluster_size}, mask_of(mask, a.sequence())};
+  plan.grid = {{tile.query, tile.key, plan.kernel->cluster_size},
+               mask_of(call.has_columns() ? a.mask : mask, a.sequence())};
 
   backward::KernelParams& params = plan.params;
   params.scheduler = make_scheduler(a, plan.grid);
@@ -139,6 +151,7 @@ BackwardPlan plan_backward(const BackwardArguments& call) {
   }
   plan.num_groups = num_groups(plan);
   check_launchable(plan);
+  if (call.has_columns()) { check_column_sizes(a, plan.grid.tiling); }
   params.num_groups = int(plan.num_groups);
   // With a margin, a kernel that starts early would take SMs beside those of the kernel before it.
   plan.starts_early = a.sm_margin == 0;
@@ -155,7 +168,7 @@ BackwardPlan plan_backward(const BackwardArguments& call) {
   params.score = make_score_params(a);
   params.carried = {a.carried.total, a.carried.dq_continues, a.carried.keys_continue, a.carried.keys_end};
   AllPolicies::with(a.policy, [&](auto policy) {
-    params.carried.heads_together = heads_together<decltype(policy)::value>(a.mask.kind);
+    params.heads_together = heads_together<decltype(policy)::value>(a.mask.kind);
   });
   return plan;
 }
@@ -208,6 +221,10 @@ int64_t place_workspace(BackwardPlan& plan, void* base) {
     plan.pack = take_pack_arrays(allocator, a.batch, capacity);
     plan.params.pack = plan.pack.view();
   }
+  if (a.has_columns()) {
+    plan.columns = take_column_arrays(allocator, a, plan.grid.tiling);
+    plan.params.columns = plan.columns.view();
+  }
   return allocator.bytes;
 }
 
@@ -216,6 +233,7 @@ void run_backward(const BackwardArguments& call, const AllocateWorkspace& alloca
   BackwardPlan plan = plan_backward(call);
   place_workspace(plan, allocate(place_workspace(plan, nullptr)));
   if (call.is_pack()) { launch_pack_plan(plan, stream); }
+  if (call.has_columns()) { launch_column_plan(call, plan.kernel_mask, plan.grid.tiling, plan.columns, stream); }
   if (plan.is_order_free()) { launch_statistics(plan, stream); }
   launch_preprocess(plan, stream);
   plan.kernel->launch(plan.params, plan.ctas, plan.starts_early, stream);

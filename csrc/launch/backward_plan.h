@@ -15,8 +15,10 @@
 namespace dash_attn {
 
 struct BackwardPlan {
-  // With the mask that the kernels beside the main one see. Unless the call carries sums, the main kernel sees it too.
+  // With the mask that the kernels beside the main one see, and of which the order of sums is made. Unless the call
+  // carries sums or has a mask by key columns, the main kernel sees it too.
   BackwardArguments call;
+  MaskRule kernel_mask;  // of the main kernel
   const BackwardKernel* kernel;
   TileGrid grid;               // of a dense batch, as the main kernel sees it
   BackwardPackRule pack_rule;  // of a pack
@@ -28,7 +30,9 @@ struct BackwardPlan {
   int ctas;
   bool starts_early;  // kernels may start before the previous one has ended
 
-  PackArrays pack;  // in the workspace
+  // In the workspace.
+  PackArrays pack;
+  ColumnArrays columns;
   int num_split_semaphores;  // of splits and of first parts
   int num_work_counters;     // next_work and what lies behind it
 

@@ -9,9 +9,10 @@
 namespace dash_attn {
 
 template <typename Variant>
-void launch_compiled(const forward::KernelParams& params, int ctas, cudaStream_t stream) {
+void launch_compiled(const forward::KernelParams& params, int ctas, bool starts_early, cudaStream_t stream) {
   launch("the forward kernel", forward::forward_kernel<Variant>, params,
-         {unsigned(ctas), Variant::kThreads, sizeof(forward::SharedStorage<Variant>)}, stream);
+         {unsigned(ctas), Variant::kThreads, sizeof(forward::SharedStorage<Variant>)}, stream,
+         {starts_before_previous_ends(starts_early)});
 }
 
 template <typename Variant>

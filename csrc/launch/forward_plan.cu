@@ -6,6 +6,7 @@
 
 #include "../placement/forward_tiles.h"
 #include "check.h"
+#include "column_plan.h"
 #include "pack_plan.h"
 #include "scores.h"
 #include "self_check.h"
@@ -21,6 +22,15 @@ int checked_num_tiles(const ForwardArguments& a, int64_t tiles) {
                              std::to_string(tiles) + " tiles");
   }
   return int(tiles);
+}
+
+// Keys in pages: as many as their sequences have room for.
+PackRows rows_of_sequences(const ForwardArguments& a) {
+  PackRows rows = pack_rows(a);
+  if (a.pages.exists()) {
+    rows.total_k = int(std::min<int64_t>(int64_t{a.pages.capacity()} * a.batch, kUnbounded));
+  }
+  return rows;
 }
 
 forward::QueryTileScheduler make_scheduler(const ForwardPlan& plan) {
@@ -46,7 +56,7 @@ void make_tensor_maps(const ForwardArguments& a, const ForwardKernel& kernel, fo
   };
   const auto key_map = [&](const TensorView& t, int head_dim) {
     return make_tensor_map(t, a.dtype, a.key_rows(), a.kv_heads, head_dim,
-                           {kernel.swizzle_columns, 1, kernel.key_rows});
+                           {kernel.swizzle_columns, 1, a.pages.exists() ? PageTable::kBoxRows : kernel.key_rows});
   };
   params.q = query_map(a.q, a.head_dims.qk);
   params.out = query_map(a.out, a.head_dims.v);
@@ -57,13 +67,20 @@ void make_tensor_maps(const ForwardArguments& a, const ForwardKernel& kernel, fo
 }  // namespace
 
 ForwardPlan plan_forward(const ForwardArguments& call) {
+  if (call.max_logits && (score_kind(call) != ScoreKind::kPlain || call.pages.exists())) {
+    throw std::runtime_error("dash_attn: no kernel finds the largest logits with dropout, a softcap, slopes or pages");
+  }
   ForwardPlan plan{};
   ForwardArguments& a = plan.call = call;
-  a.mask = kernel_mask(call, /*carries=*/false);
+  a.mask = kernel_mask(call, call.pages.exists(), call.needs_column_kernel());
   plan.kernel = &forward_kernel_of(call, a.mask);
   if (a.is_pack()) {
-    plan.pack_rule = forward_pack_rule(a.mask, pack_rows(a), a.heads, a.kv_heads, a.head_dims, a.num_sms, a.drops());
-    plan.capacity = plan.pack_rule.most(pack_rows(a));
+    const PackRows rows = rows_of_sequences(a);
+    // Calls with pages have the tiles of the caller's mask, not those of the window that their kernel sees: heads may
+    // share a tile (fixes_rows_of_tiles), so that decoding reads K and V once for all of them.
+    plan.pack_rule = forward_pack_rule(call.pages.exists() ? call.mask : a.mask, rows, a.heads, a.kv_heads,
+                                       a.head_dims, a.num_sms, a.drops());
+    plan.capacity = plan.pack_rule.most(rows);
   }
   forward::KernelParams& params = plan.params;
   params.scheduler = make_scheduler(plan);
@@ -74,6 +91,9 @@ ForwardPlan plan_forward(const ForwardArguments& call) {
   params.score = make_score_params(a);
   params.sinks = a.sinks;
   params.dropout = make_bits_view(a);
+  params.pages = a.pages;
+  params.largest = {a.max_logits, a.softmax_scale, a.heads};
+  if (call.needs_column_kernel()) { check_column_sizes(call, plan.tiling()); }
   plan.ctas = std::min(params.scheduler.num_tiles, a.num_sms);
   return plan;
 }
@@ -84,6 +104,10 @@ int64_t place_workspace(ForwardPlan& plan, void* base) {
   if (plan.call.is_pack()) {
     plan.pack = take_pack_arrays(allocator, plan.call.batch, plan.capacity);
     plan.params.pack = plan.pack.view();
+  }
+  if (plan.call.needs_column_kernel()) {
+    plan.columns = take_column_arrays(allocator, plan.call, plan.tiling());
+    plan.params.columns = plan.columns.view();
   }
   return allocator.bytes;
 }
@@ -97,7 +121,8 @@ void run_forward(const ForwardArguments& call, const AllocateWorkspace& allocate
   } else if (plan.params.tiles_taken) {
     check_cuda(cudaMemsetAsync(plan.params.tiles_taken, 0, sizeof(int), stream), "clearing the count of tiles");
   }
-  plan.kernel->launch(plan.params, plan.ctas, stream);
+  if (call.needs_column_kernel()) { launch_column_plan(call, plan.call.mask, plan.tiling(), plan.columns, stream); }
+  plan.kernel->launch(plan.params, plan.ctas, call.needs_column_kernel() && call.sm_margin == 0, stream);
 }
 
 }  // namespace dash_attn

@@ -19,7 +19,11 @@ struct ForwardPlan {
   forward::KernelParams params;  // complete except for what lies in the workspace
   int ctas;
 
-  PackArrays pack;  // in the workspace
+  // In the workspace.
+  PackArrays pack;
+  ColumnArrays columns;
+
+  Tiling tiling() const { return {params.scheduler.tile_positions, kernel->key_rows, 1}; }
 };
 
 // Throws std::runtime_error where this build or the kernels cannot serve the call.

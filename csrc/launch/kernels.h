@@ -12,7 +12,9 @@ namespace dash_attn {
 struct ForwardKernel {
   int swizzle_columns;  // of every TMA box
   int key_rows;         // of a KV tile
-  void (*launch)(const forward::KernelParams& params, int ctas, cudaStream_t stream);
+  // `starts_early`: the kernel may start before the previous kernel of the stream, the plan of a mask by key columns,
+  // has ended. Kernels without columns do not wait for it.
+  void (*launch)(const forward::KernelParams& params, int ctas, bool starts_early, cudaStream_t stream);
 };
 
 struct BackwardKernel {

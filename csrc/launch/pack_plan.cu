@@ -18,14 +18,15 @@ packing::ClearedTensor cleared(const TensorView& tensor, const AttentionArgument
           of_keys};
 }
 
+// `key_rows`: no sequence has more, nor, where they follow each other, all of them together.
 template <typename Rule>
-void launch_plan(const Rule& rule, const AttentionArguments& a, const PackArrays& arrays, int* counter,
+void launch_plan(const Rule& rule, const AttentionArguments& a, int key_rows, const PackArrays& arrays, int* counter,
                  const packing::ClearedRows& cleared, cudaStream_t stream) {
   packing::PlanParams<Rule> params;
   params.rule = rule;
   const auto longest = [&](int blocks, int rows) { return a.drops() ? blocks * dropout::kBlockRows : rows; };
   params.q = {false, a.pack.cu_seqlens_q, a.pack.seqused_q, a.seqlen_q, longest(a.dropout.query_blocks, a.seqlen_q)};
-  params.k = {true, a.pack.cu_seqlens_k, a.pack.seqused_k, a.seqlen_k, longest(a.dropout.key_blocks, a.seqlen_k)};
+  params.k = {true, a.pack.cu_seqlens_k, a.pack.seqused_k, key_rows, longest(a.dropout.key_blocks, key_rows)};
   params.batch = a.batch;
   params.sequences = arrays.sequences;
   params.of_unit = arrays.of_unit;
@@ -48,7 +49,8 @@ void launch_pack_plan(const ForwardPlan& plan, cudaStream_t stream) {
   rows.tensors[0] = cleared(a.out, a, false, a.head_dims.v);
   rows.softmax_lse = a.softmax_lse;
   rows.heads = a.heads;
-  launch_plan(plan.pack_rule, a, plan.pack, plan.params.tiles_taken, rows, stream);
+  const int key_rows = a.pages.exists() ? a.pages.capacity() : a.seqlen_k;
+  launch_plan(plan.pack_rule, a, key_rows, plan.pack, plan.params.tiles_taken, rows, stream);
 }
 
 void launch_pack_plan(const BackwardPlan& plan, cudaStream_t stream) {
@@ -57,7 +59,7 @@ void launch_pack_plan(const BackwardPlan& plan, cudaStream_t stream) {
   rows.tensors[0] = cleared(a.dq, a, false, a.head_dims.qk);
   rows.tensors[1] = cleared(a.dk, a, true, a.head_dims.qk);
   rows.tensors[2] = cleared(a.dv, a, true, a.head_dims.v);
-  launch_plan(plan.pack_rule, a, plan.pack, nullptr, rows, stream);
+  launch_plan(plan.pack_rule, a, a.seqlen_k, plan.pack, nullptr, rows, stream);
 }
 
 }  // namespace dash_attn

@@ -31,7 +31,7 @@ LaunchShape grid_of(const AttentionArguments& a, int blocks, int threads, int sh
 
 backward::SequencesOfCall sequences_of(const BackwardPlan& plan) {
   const BackwardArguments& a = plan.call;
-  return {a.sequence(), a.mask, a.batch, a.heads, a.kv_heads, plan.params.pack};
+  return {a.sequence(), a.mask, a.batch, a.heads, a.kv_heads, plan.params.pack, plan.params.columns};
 }
 
 }  // namespace

@@ -34,6 +34,10 @@ struct Windowed {
   static constexpr MaskKind kKind = MaskKind::kWindow;
 };
 
+struct Columns {
+  static constexpr MaskKind kKind = MaskKind::kColumns;
+};
+
 struct Plain {
   using Score = PlainScore;
 };

@@ -21,8 +21,8 @@ constexpr int kPlanThreads = 1024;
 // The lengths of queries or of keys, as the caller gives them.
 struct Lengths {
   bool of_keys;
-  const int* cu_seqlens;
-  const int* seqused;  // or null: all rows are used
+  const int* cu_seqlens;  // or null, of keys in pages: seqused alone says how many rows there are
+  const int* seqused;     // or null: all rows are used
   int total;
   int longest;  // the longest that a sequence may be: with dropout there are bits for that many rows
 
@@ -31,7 +31,7 @@ struct Lengths {
   };
 
   __device__ Rows operator()(int i) const {
-    const int first = cu_seqlens[i], end = cu_seqlens[i + 1];
+    const int first = cu_seqlens ? cu_seqlens[i] : 0, end = cu_seqlens ? cu_seqlens[i + 1] : total;
     const int length = seqused ? seqused[i] : end - first;
     if (first < 0 || first > end || end > total || length < 0 || length > end - first || length > longest) { refuse(); }
     return {first, length};
@@ -207,6 +207,7 @@ __device__ __forceinline__ void clear_rows_outside(const PlanParams<Rule>& param
   const ClearedRows& cleared = params.cleared;
   for (int of_keys = 0; of_keys < 2; ++of_keys) {
     const Lengths& lengths = of_keys ? params.k : params.q;
+    if (!lengths.cu_seqlens) { continue; }
     for_rows_outside(lengths, params.batch, [&](int row) {
       for (const ClearedTensor& tensor : cleared.tensors) {
         if (tensor.data && tensor.of_keys == bool(of_keys)) { clear_row(tensor, row); }

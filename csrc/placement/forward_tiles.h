@@ -153,6 +153,9 @@ constexpr void cut_into_tiles(ForwardProblem const& p, TileShape const& tile, Qu
     return whole;
   };
   s = cut(s, tile.query);
+  // A warpgroup may walk KV tiles for other rows of its query tile, so which rows share one must follow from the
+  // sequence.
+  if (p.mask.kind == MaskKind::kColumns) return;
   if (tile.query != kMostWarpgroups * kWarpgroupRowsOfTile) return;
   if (num_tiles(s) >= int64_t{kManyTilesOfCta} * p.ctas || s.query_tiles >= kManyTilesOfHead) return;
   int64_t shortest = estimated_time(p, s, tile.key);

@@ -30,6 +30,33 @@ struct RowOrigin {
   static constexpr int kRaggedRows = 1 << 30;
 };
 
+// Where the keys of a pack's sequences lie when they lie in pages: each page has the rows of `page_rows` keys of one
+// sequence, in their order. Null where the keys of a sequence follow each other.
+struct PageTable {
+  const int* pages;   // (batch, max_pages)
+  int max_pages;      // of a sequence
+  int page_rows;      // a multiple of kBoxRows, unless a sequence has one page
+  int page_distance;  // rows of the tensor from one page to the next
+
+  // Keys that one TMA operation loads: they lie in one page.
+  static constexpr int kBoxRows = 16;
+
+  DASH_HOST_DEVICE constexpr bool exists() const { return pages != nullptr; }
+
+  // Keys that a sequence has room for; fewer than kUnbounded.
+  DASH_HOST_DEVICE constexpr int capacity() const { return max_pages * page_rows; }
+
+  // The keys in a box where `keys_left` keys of a sequence are left. The rest of the box reads as zeros, and a page
+  // without keys of the sequence is not looked up.
+  static DASH_HOST_DEVICE constexpr int keys_of_box(int keys_left) { return max_int(0, min_int(keys_left, kBoxRows)); }
+
+  // The row of the tensor after the last key of a box with `count` keys of a sequence, at least one, from `key` on.
+  DASH_HOST_DEVICE constexpr int end_of_box(int sequence, int key, int count) const {
+    int const page = int(uint32_t(key) / uint32_t(page_rows));
+    return pages[int64_t{sequence} * max_pages + page] * page_distance + key - page * page_rows + count;
+  }
+};
+
 // A sequence of a pack: its lengths, and where its rows, its work and its share of the workspace begin.
 struct PackedSequence {
   Sequence lengths;

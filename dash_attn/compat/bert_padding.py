@@ -53,8 +53,8 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a shape is wrong, or indices are out of range. On a GPU, indices out of range are an error on the
-            device.
+        ValueError: a shape is wrong, or indices are out of range. On a GPU, indices out of range cause a
+            device-side error.
     """
     checks.check_tensors({"values": values, "indices": indices})
     if values.dim() < 1 or indices.shape != values.shape[:1]:
@@ -90,7 +90,7 @@ def unpad_input(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a shape is wrong, or a mask holds other values. On a GPU, such values are an error on the device.
+        ValueError: a shape is wrong, or a mask holds other values. On a GPU, such values cause a device-side error.
     """
     placed, name = attention_mask, "attention_mask"
     _check_mask(hidden_states, attention_mask, name)
@@ -119,8 +119,8 @@ def unpad_input_for_concatenated_sequences(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a shape is wrong, or lengths do not fit their row. On a GPU, such lengths are an error on the
-            device.
+        ValueError: a shape is wrong, or lengths do not fit their row. On a GPU, such lengths cause a device-side
+            error.
     """
     _check_mask(hidden_states, attention_mask_in_length, "attention_mask_in_length", takes_bool=False)
     in_row = attention_mask_in_length.sum(dim=-1, keepdim=True)

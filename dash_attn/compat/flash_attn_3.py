@@ -452,6 +452,6 @@ def get_scheduler_metadata(
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 
-def _two(result: Tensor | tuple[Tensor, Tensor, Tensor]) -> Tensor | _WithLse:
+def _two(result: Tensor | tuple[Tensor, ...]) -> Tensor | _WithLse:
     """Converts a result of FlashAttention-2's form to FlashAttention-3's."""
     return result if isinstance(result, Tensor) else (result[0], minus_infinity_without_keys(result[1]))

@@ -88,13 +88,13 @@ def context_parallel_attention(
     schedule: Schedule = "auto",
     check_values: bool = False,
 ) -> Tensor | _WithLse:
-    """Computes `flash_attn_func` without dropout for sequences whose rows are spread over the ranks of a group.
+    """Computes `flash_attn_func` for sequences whose rows are spread over the ranks of a group.
 
     Output, log-sum-exp and gradients have the bits that one process computes for the whole sequence, for any number of
     ranks and either layout: no collective adds, and a head's bits do not depend on the other heads of its call. Each
     rank receives all rows of some KV heads and of their query heads, computes attention, and returns the rows
     (DeepSpeed-Ulysses, arXiv 2309.14509). Every rank of the group must make the same calls in the same order, in the
-    backward too.
+    backward too. Dropout and masks by key columns are not supported.
 
     With more ranks than KV heads, keys and values are gathered, queries stay, and dK and dV are carried from rank to
     rank in the order of one process. This form needs a schedule that adds in a fixed order and uses no clusters, and
@@ -189,7 +189,7 @@ def context_parallel_varlen_attention(
     schedule: Schedule = "auto",
     check_values: bool = False,
 ) -> Tensor | _WithLse:
-    """Computes `flash_attn_varlen_func` without dropout for a batch whose rows are spread over the ranks of a group.
+    """Computes `flash_attn_varlen_func` for a batch whose rows are spread over the ranks of a group.
 
     The batch is cut as if it were one sequence, so one of its sequences may lie on one rank or on several. The mesh
     must have one dimension. With more ranks than KV heads, short sequences go to one rank each and long ones are cut

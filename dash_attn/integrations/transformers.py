@@ -6,17 +6,22 @@
 
 transformers loads attention through the `kernels` package. `install` tells this package that "dash-attn/flash" is a
 folder of dash_attn, so nothing is downloaded. transformers then treats the name like every flash attention: with
-padding masks, packed sequences, windows, soft caps and sinks. docs/integrations/transformers.md lists what is covered.
+padding masks, packed sequences, windows, soft caps and sinks. Unlike other flash attentions, dash_attn also takes 4D
+attention masks. docs/integrations/transformers.md lists what is covered.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from . import _transformers_masks
 
 __all__ = ["install", "uninstall", "why_unavailable"]
 
@@ -27,6 +32,9 @@ _OLDEST_TRANSFORMERS = "5.16"
 # Models with sinks list the implementations that support sinks. dash_attn supports all features of this one.
 _PEER_WITH_SINKS = "flash_attention_4"
 _CHECK = "_check_and_adjust_attn_implementation"
+# Continuous batching calls it in this module to find out whether an implementation is FlashAttention 2 or 3, which read
+# paged keys.
+_BATCHING, _ASKED = "transformers.generation.continuous_batching.initialization", "is_flash_attention_requested"
 
 
 def install() -> str:
@@ -34,7 +42,8 @@ def install() -> str:
 
     The function adds an entry to the environment variable LOCAL_KERNELS of this process, which processes started later
     inherit. It also wraps the method with which a transformers model checks the name, so that models that list their
-    implementations (gpt_oss) accept this one. Calling the function again changes nothing.
+    implementations (gpt_oss) accept this one, and the function with which continuous batching asks whether an
+    implementation reads paged keys. Calling the function again changes nothing.
 
     Returns:
         The name, for ``attn_implementation``.
@@ -56,6 +65,10 @@ def install() -> str:
     check = getattr(model_class, _CHECK)
     if not hasattr(check, "__dash_attn__"):
         setattr(model_class, _CHECK, _with_models_that_list(check))
+    batching = _batching_module()
+    asked = getattr(batching, _ASKED, None)
+    if asked is not None and not hasattr(asked, "__dash_attn__"):
+        setattr(batching, _ASKED, _with_paged_keys(asked))
     return NAME
 
 
@@ -74,9 +87,10 @@ def uninstall() -> None:
         from transformers import PreTrainedModel
     except ImportError:
         return
-    original = getattr(getattr(PreTrainedModel, _CHECK, None), "__dash_attn__", None)
-    if original is not None:
-        setattr(PreTrainedModel, _CHECK, original)
+    for owner, name in ((PreTrainedModel, _CHECK), (_batching_module(), _ASKED)):
+        original = getattr(getattr(owner, name, None), "__dash_attn__", None)
+        if original is not None:
+            setattr(owner, name, original)
 
 
 def why_unavailable() -> str | None:
@@ -126,7 +140,8 @@ def _checked_model_class() -> type:
 
 
 def _with_models_that_list(check: Callable[..., str]) -> Callable[..., str]:
-    """Wraps `check` for models that list their implementations, which replace others by the first of the list."""
+    """Wraps `check` for models that list their implementations, which replace others by the first of the list, and for
+    4D attention masks."""
 
     @functools.wraps(check)
     def checked(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
@@ -139,7 +154,32 @@ def _with_models_that_list(check: Callable[..., str]) -> Callable[..., str]:
                 if _PEER_WITH_SINKS not in listed:
                     raise ValueError(f"attn_implementation must be one of {listed} for {kind}, got {NAME}")
                 self._compatible_flash_implementations = [*listed, NAME]
-        return check(self, attn_implementation, *args, **kwargs)
+        chosen = check(self, attn_implementation, *args, **kwargs)
+        if chosen == NAME and _entry() in _entries():
+            _transformers_masks.register(NAME)
+        return chosen
 
     checked.__dash_attn__ = check  # type: ignore[attr-defined]
     return checked
+
+
+def _batching_module() -> ModuleType | None:
+    """Returns the module of _ASKED; None in versions of transformers that decide elsewhere."""
+    try:
+        return importlib.import_module(_BATCHING)
+    except ModuleNotFoundError:
+        return None
+
+
+def _with_paged_keys(asked: Callable[..., bool]) -> Callable[..., bool]:
+    """Wraps `asked` to answer for every version of FlashAttention that dash_attn is one."""
+
+    @functools.wraps(asked)
+    def answered(
+        config: Any = None, requested_attention_implementation: str | None = None, version: Any = None
+    ) -> bool:
+        name = requested_attention_implementation if config is None else config._attn_implementation
+        return asked(config, requested_attention_implementation, None if name == NAME else version)
+
+    answered.__dash_attn__ = asked  # type: ignore[attr-defined]
+    return answered

@@ -139,13 +139,13 @@ def medians(found: dict[Variant, list[StepTimes]], tokens: int) -> list[dict]:
 def markdown(results: list[dict]) -> str:
     """Formats `results`, which have the rows of each length. Ratios refer to the row with nothing deterministic."""
     lines = [
-        "| tokens per sequence | attention | the rest | tokens/s | quartiles | ratio | share of attention |",
+        "| tokens per sequence | attention | rest of the step | tokens/s | quartiles | ratio | share of attention |",
         "|---|---|---|---|---|---|---|",
     ]
     for result in results:
         of_crossed = [row["tokens_per_second"] for row in result["rows"] if not row["receipts"]]
         for row in result["rows"]:
-            rest = "deterministic" if row["deterministic"] else "not"
+            rest = "deterministic" if row["deterministic"] else "non-deterministic"
             low, high = row["quartiles"]
             ratio = row["tokens_per_second"] / of_crossed[-1]
             lines.append(

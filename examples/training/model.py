@@ -131,9 +131,23 @@ class Llama(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Returns the input of the head, (sequences, rows, width).
+
+        Args:
+            tokens: int64 (sequences, rows).
+            angles: the cosines and sines of the rows, fp32 (rows, 1, head_dim / 2) or (sequences, rows, 1,
+                head_dim / 2).
+        """
         x = tap(self.embedding(tokens), "embedding", shard=self.layout.shard(self.shape.width))
         for layer in self.layers:
-            x = layer(x, (self.cos, self.sin))
-        logits = self.head(self.norm(x)).float()
+            x = layer(x, angles)
+        return self.norm(x)
+
+    def logits(self, tokens: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Returns the logits of the next tokens, fp32 (sequences, rows, VOCABULARY), for the arguments of `hidden`."""
+        return self.head(self.hidden(tokens, angles)).float()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.logits(tokens, (self.cos, self.sin))
         return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")

@@ -5,6 +5,7 @@
 // R is infinite and K zero but for column C: dQ of that row is to be NaN in every column, that of the others right.
 #include "call.h"
 #include "launch/backward_plan.cu"
+#include "launch/column_plan.cu"
 #include "launch/compiled_backward.h"
 
 using namespace dash_attn;
@@ -61,6 +62,7 @@ class BackwardCall : emulator::Call<Element> {
     serve(Full{}, Plain{});
     serve(Causal{}, Plain{});
     serve(Windowed{}, Plain{});
+    serve(Columns{}, Plain{});
     if constexpr (kDim == 64 || kDim == 256) {
       serve(Windowed{}, Softcap{});
       serve(Windowed{}, Alibi{});
@@ -105,7 +107,7 @@ class BackwardCall : emulator::Call<Element> {
     using Dtype = emulator::DtypeOf<Element>;
     constexpr bool kDrops = Score::Score::kKind == ScoreKind::kDropout;
     constexpr CallKind kCall{Mask::kKind, EMULATED_DIMS::kDims, Score::Score::kKind != ScoreKind::kPlain && !kDrops,
-                             kDrops};
+                             kDrops, Mask::kKind == MaskKind::kColumns};
     if constexpr (has_kernel(Policies::kAny, kCall) && emulator::is_built<Dtype, Mask, Score, Policies>()) {
       return &compiled_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, Policies>>();
     }

@@ -3,9 +3,11 @@
 //   dtype=bf16|fp16 mask=full|causal|window left= right= chunk= batch= seqlen_q= seqlen_k= heads= kv_heads= head_dim=
 //   value_head_dim= pack=Q:K,Q:K,...  sinks=1 softcap= slopes=1 dropout= scale= sms=  seed=
 //   infinite_key=, infinite_keys=, infinite_sign=1: keys of sequence 0 whose scores are all -inf, or +inf;
-//   nan_value=, nan_values=: values that are NaN; climb=, climb_keys=, climb_from=: products that are less by `climb`
-//   with every `climb_keys` keys, from `climb_from` on, and the opposite in every other `climb_rows` rows;
-//   climb_alone=1: and nothing else
+//   nan_value=, nan_values=: values that are NaN; nan_query=: a query whose head 0 is NaN;
+//   climb=, climb_keys=, climb_from=: products that are less by `climb` with every `climb_keys` keys, from `climb_from`
+//   on, and the opposite in every other `climb_rows` rows; climb_alone=1: and nothing else
+//   columns=random|documents|prefix|nothing per_key=1|2|4 mask_heads= document=: a mask by key columns; documents
+//   have so many rows, and a prefix is seen by all others
 //
 // `seed` is the machine's; inputs do not depend on it.
 #pragma once
@@ -215,9 +217,11 @@ class Call {
     const int value_row = a.kv_heads * a.head_dims.v;
     for (int i = nan * value_row; i < nan_end * value_row; ++i) { v_[i] = Element(NAN); }
     nan_keys_ = {nan, nan_end - nan};
+    if (nan_query() >= 0) { q_[size_t(nan_query()) * a.heads * a.head_dims.qk] = Element(NAN); }
     lse_.assign(size_t(rows_q) * a.heads, NAN);
     a.softmax_lse = lse_.data();
     a.softmax_scale = float(number("scale", 1 / std::sqrt(a.head_dims.qk)));
+    make_columns(a);
     const std::string mask = text("mask", "full");
     a.mask = mask_rule(mask == "causal", mask == "window" ? int(number("left", -1)) : -1,
                         mask == "window" ? int(number("right", -1)) : -1, int(number("chunk", 0)));
@@ -245,6 +249,61 @@ class Call {
       }
       a.dropout.bits = bits_.data();
       emulator::readable = {bits_.data(), bits_.data() + bits_.size()};
+    }
+  }
+
+  int nan_query() const { return int(number("nan_query", -1)); }
+
+  void make_columns(AttentionArguments& a) {
+    const std::string kind = text("columns", "");
+    if (kind.empty()) { return; }
+    ColumnMask& columns = a.columns;
+    columns.causal = text("mask", "full") == "causal";
+    columns.per_key = int(number("per_key", columns.causal ? 1 : 2));
+    const int heads = int(number("mask_heads", 1)), per_key = columns.per_key;
+    const int64_t rows_k = a.seqlen_k;  // of a sequence, or of the pack
+    columns.head_stride = heads == 1 ? 0 : rows_k * per_key;
+    columns.batch_stride = a.is_pack() ? 0 : heads * rows_k * per_key;
+    std::mt19937 random(11);
+    const auto below = [&](int end) { return int(random() % unsigned(max_int(1, end))); };
+    for (int s = 0; s < (a.is_pack() ? 1 : a.batch); ++s) {
+      for (int h = 0; h < heads; ++h) {
+        for (const Sequence& lengths : a.is_pack() ? lengths_ : std::vector<Sequence>{lengths_[s]}) {
+          const int document = int(number("document", 100)) + h, q = lengths.seqlen_q;
+          for (int key = 0; key < lengths.seqlen_k; ++key) {
+            const int first = key / document * document, end = first + document;
+            for (int i = 0; i < per_key; ++i) {
+              // First and end of an interval in turn, or the first of one and the end of another.
+              const bool is_first = i % 2 == 0;
+              const int of_document = i == 0 ? end : per_key == 2 && !columns.causal ? first : i == 1 ? q : 0;
+              const int of_nothing = per_key == 1 || (per_key == 2 && !columns.causal && is_first) ? q : 0;
+              // Random ones that differ from tile to tile much, and little within one.
+              const int of_tile = key / 70, near = (of_tile * 7919 + 131 * h + 977 * i) % max_int(1, 2 * q) - q / 4;
+              const bool is_seen_by_all = kind == "nothing" || (kind == "prefix" && key < document);
+              bounds_.push_back(is_seen_by_all        ? of_nothing
+                                : kind != "random"    ? of_document
+                                                      : near + below(20) + (is_first ? 0 : below(q / 2)));
+            }
+          }
+        }
+      }
+    }
+    columns.bounds = bounds_.data();
+  }
+
+  // Whether columns hide a key of a sequence, whose rows of keys begin at first_k, from a query.
+  bool hidden(const AttentionArguments& a, int sequence, int kv_head, int query, int key, int first_k) const {
+    if (!a.has_columns()) { return false; }
+    const int* bounds = a.columns.bounds + sequence * a.columns.batch_stride + kv_head * a.columns.head_stride +
+                        int64_t{a.is_pack() ? first_k + key : key} * a.columns.per_key;
+    const auto within = [&](int first, int end) { return first <= query && query < end; };
+    switch (a.columns.per_key) {
+      case 1:
+        return bounds[0] <= query;
+      case 2:
+        return a.columns.causal ? within(bounds[0], bounds[1]) : bounds[0] <= query || query < bounds[1];
+      default:
+        return within(bounds[0], bounds[1]) || within(bounds[2], bounds[3]);
     }
   }
 
@@ -281,6 +340,7 @@ class Call {
     const Element* q = q_.data() + (size_t(row_q) * a.heads + head) * dim;
     const int own = query + lengths_[sequence].seqlen_k - lengths_[sequence].seqlen_q;
     Row row{mask_of(a.mask, lengths_[sequence]).keys_of(query), {}, a.sinks ? a.sinks[head] : -INFINITY, 0};
+    bool sees_any = false;
     for (int key = row.keys.first; key < row.keys.end(); ++key) {
       const Element* k = k_.data() + (size_t(first_k + key) * a.kv_heads + kv_head) * dim;
       double score = 0;
@@ -288,8 +348,17 @@ class Call {
       score *= a.softmax_scale;
       if (a.softcap > 0) { score = a.softcap * std::tanh(score / a.softcap); }
       if (a.alibi_slopes) { score -= slopes_[head] * std::abs(own - key); }
+      if (hidden(a, sequence, kv_head, query, key, first_k)) {
+        score = -INFINITY;
+      } else {
+        sees_any = true;
+      }
       row.scores.push_back(score);
       row.largest = std::max(row.largest, score);
+    }
+    if (!sees_any) {
+      row.scores.clear();
+      row.keys.count = 0;
     }
     row.sum = a.sinks ? std::exp(a.sinks[head] - row.largest) : 0;
     for (double score : row.scores) { row.sum += std::exp(score - row.largest); }
@@ -320,6 +389,7 @@ class Call {
   Range nan_keys_{};
   std::vector<Element> q_, k_, v_, out_;
   std::vector<float> lse_, sinks_, slopes_;
+  std::vector<int> bounds_;
   std::vector<uint8_t> bits_;
 };
 
@@ -329,7 +399,7 @@ void plan_pack_of(const AttentionArguments& a, const Rule& rule, const PackArray
   std::vector<Sequence> sequences;
   for (int i = 0; i < a.batch; ++i) {
     const int *q = a.pack.cu_seqlens_q + i, *k = a.pack.cu_seqlens_k + i;
-    sequences.push_back({q[1] - q[0], k[1] - k[0]});
+    sequences.push_back({q[1] - q[0], a.pack.cu_seqlens_k ? k[1] - k[0] : a.pack.seqused_k[i]});
   }
   const PackPlan plan = plan_pack(rule, sequences);
   std::copy(plan.sequences.begin(), plan.sequences.end(), arrays.sequences);

@@ -64,6 +64,9 @@ inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
 inline uint32_t __reduce_min_sync(unsigned, uint32_t value) {
   return reduced("redux.min", value, [](uint32_t a, uint32_t b) { return std::min(a, b); });
 }
+inline uint32_t __ballot_sync(unsigned, bool value) {
+  return reduced("vote.ballot", uint32_t(value) << emulator::machine->current % 32, std::bit_or<uint32_t>());
+}
 inline void __syncwarp() { emulator::machine->exchange("syncwarp", 0); }
 inline void __syncthreads() {
   emulator::machine->meet(emulator::machine->all(), emulator::machine->threads(), "syncthreads");
@@ -79,10 +82,15 @@ struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
 struct alignas(8) uint2 {
   uint32_t x, y;
 };
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline int __popc(uint32_t x) { return std::popcount(x); }
+inline int __clz(uint32_t x) { return std::countl_zero(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 template <typename T>
 T __ldcg(const T* pointer) {
@@ -121,5 +129,10 @@ inline int atomicAdd(int* address, int value) {
 inline int atomicMax(int* address, int value) {
   const int before = *address;
   *address = std::max(before, value);
+  return before;
+}
+inline unsigned atomicMin(unsigned* address, unsigned value) {
+  const unsigned before = *address;
+  *address = std::min(before, value);
   return before;
 }

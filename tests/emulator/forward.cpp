@@ -1,7 +1,13 @@
 // The forward kernels of csrc/ for one row of the table of tiles, EMULATED_DIMS, on the host: `forward NAME=VALUE...`
 // runs one call (call.h) and holds output and LSE against sums in double. Only rows that see a key of their KV tiles
-// may show values that are NaN. Prints a digest of their bits, or what is wrong.
+// may show values that are NaN. Prints a digest of their bits, or what is wrong. With page_rows=N the keys of a pack
+// lie in pages of N rows. With max_logits=1 the kernel for masks by key columns serves the call and also finds the
+// largest logit of each head and sequence, and a digest of these follows.
+#include <algorithm>
+#include <numeric>
+
 #include "call.h"
+#include "launch/column_plan.cu"
 #include "launch/compiled_forward.h"
 #include "launch/forward_plan.cu"
 
@@ -18,6 +24,12 @@ class ForwardCall : emulator::Call<Element> {
   void run() {
     using Dims = EMULATED_DIMS;
     this->prepare(a_, Dims::kDims);
+    if (const int rows = int(this->number("page_rows", 0))) { put_into_pages(rows); }
+    if (this->number("max_logits", 0) != 0) {
+      largest_.assign(size_t(a_.batch) * a_.heads, -INFINITY);
+      expected_largest_.assign(largest_.size(), -INFINITY);
+      a_.max_logits = largest_.data();
+    }
     emulator::Machine machine(this->number("seed", 0));
     emulator::machine = &machine;
     emulator::Workspace workspace;
@@ -37,6 +49,7 @@ class ForwardCall : emulator::Call<Element> {
     serve(Full{}, Plain{});
     serve(Causal{}, Plain{});
     serve(Windowed{}, Plain{});
+    serve(Columns{}, Plain{});
     serve(Windowed{}, Softcap{});
     serve(Windowed{}, Alibi{});
     serve(Windowed{}, Dropout{});
@@ -51,6 +64,46 @@ class ForwardCall : emulator::Call<Element> {
   }
 
  private:
+  // Puts the keys and values of a pack into pages, in no order and apart from each other. The rest is NaN.
+  void put_into_pages(int page_rows) {
+    const int distance = page_rows + 3;
+    int most = 1, count = 0;
+    for (const Sequence& s : this->lengths_) { most = max_int(most, ceil_div(s.seqlen_k, page_rows)); }
+    for (const Sequence& s : this->lengths_) { count += ceil_div(s.seqlen_k, page_rows); }
+    std::vector<int> free(count);
+    std::iota(free.begin(), free.end(), 0);
+    std::shuffle(free.begin(), free.end(), this->random_);
+    constexpr int kNoPage = 1 << 29;
+    table_.assign(size_t(a_.batch) * most, kNoPage);
+    k_pages_.assign(size_t(count) * distance * a_.k.stride_seqlen, Element(NAN));
+    v_pages_.assign(size_t(count) * distance * a_.v.stride_seqlen, Element(NAN));
+    int first_k = 0;
+    for (int i = 0; i < a_.batch; ++i) {
+      const int keys = this->lengths_[i].seqlen_k;
+      seqused_k_.push_back(keys);
+      for (int key = 0; key < keys; ++key) {
+        int& page = table_[size_t(i) * most + key / page_rows];
+        if (key % page_rows == 0) {
+          page = free.back();
+          free.pop_back();
+        }
+        const size_t row = size_t(page) * distance + key % page_rows;
+        const auto move = [&](std::vector<Element>& pages, const std::vector<Element>& rows, int64_t stride) {
+          std::copy_n(rows.begin() + (first_k + key) * stride, stride, pages.begin() + row * stride);
+        };
+        move(k_pages_, this->k_, a_.k.stride_seqlen);
+        move(v_pages_, this->v_, a_.v.stride_seqlen);
+      }
+      first_k += keys;
+    }
+    a_.k.data = k_pages_.data();
+    a_.v.data = v_pages_.data();
+    a_.seqlen_k = count * distance;
+    a_.pack.cu_seqlens_k = nullptr;
+    a_.pack.seqused_k = seqused_k_.data();
+    a_.pages = {table_.data(), most, page_rows, distance};
+  }
+
   void check() {
     this->for_queries(a_, [&](int sequence, int head, int query, int row_q, int first_k, float lse) {
       check_row(sequence, head, query, row_q, first_k, lse);
@@ -59,11 +112,39 @@ class ForwardCall : emulator::Call<Element> {
     digest.add(this->out_);
     digest.add(this->lse_);
     std::puts(digest.text().c_str());
+    if (largest_.empty()) { return; }
+    check_largest();
+    emulator::Digest of_largest;
+    of_largest.add(largest_);
+    std::puts(of_largest.text().c_str());
   }
 
-  void check_row(int sequence, int head, int query, int row_q, int first_k, float lse) const {
+  void check_largest() const {
+    for (size_t i = 0; i < largest_.size(); ++i) {
+      const double expected = expected_largest_[i] == INFINITY ? NAN : expected_largest_[i], found = largest_[i];
+      if (expected == found || (std::isnan(expected) && std::isnan(found)) ||
+          std::abs(expected - found) <= 1e-4 * std::max(1.0, std::abs(expected))) {
+        continue;
+      }
+      emulator::fail("the largest logit of sequence " + std::to_string(i / a_.heads) + ", head " +
+                     std::to_string(i % a_.heads) + " is " + std::to_string(found) + " for " +
+                     std::to_string(expected));
+    }
+  }
+
+  // NaN stays.
+  void expect_logits(int sequence, int head, const std::vector<double>& logits) {
+    if (expected_largest_.empty()) { return; }
+    double& largest = expected_largest_[size_t(sequence) * a_.heads + head];
+    for (double logit : logits) {
+      if (std::isnan(logit) || logit > largest) { largest = logit; }
+    }
+  }
+
+  void check_row(int sequence, int head, int query, int row_q, int first_k, float lse) {
     const int value_dim = a_.head_dims.v, kv_head = head / a_.group_size();
     const typename Base::Row row = this->row_of(a_, sequence, head, query, row_q, first_k);
+    expect_logits(sequence, head, row.scores);
     const Element* out = this->out_.data() + (size_t(row_q) * a_.heads + head) * value_dim;
     const auto wrong = [&](const std::string& what, double expected, double found) {
       if (expected == found || std::abs(expected - found) <= 0.02 * std::max(1.0, std::abs(expected))) { return; }
@@ -71,6 +152,10 @@ class ForwardCall : emulator::Call<Element> {
                      ", query " + std::to_string(query) + " is " + std::to_string(found) + " for " +
                      std::to_string(expected));
     };
+    if (row_q == this->nan_query() && head == 0 && !row.scores.empty()) {
+      if (!std::isnan(lse) || !std::isnan(float(out[0]))) { emulator::fail("the row of a NaN query is a number"); }
+      return;
+    }
     if (!row.scores.empty() && row.largest == -INFINITY) {
       wrong("the log-sum-exp", -INFINITY, lse);
       if (!std::isnan(float(out[0]))) {
@@ -83,14 +168,11 @@ class ForwardCall : emulator::Call<Element> {
       return;
     }
     wrong("the log-sum-exp", row.lse(a_), lse);
-    constexpr int kTile = forward_tile_shape(EMULATED_DIMS::kDims).key;
-    const Range nan = this->nan_keys_;
-    const bool may_be_nan = nan.count > 0 && row.keys.end() > nan.first / kTile * kTile;
-    if (may_be_nan) { return; }
+    if (may_be_nan(sequence, kv_head, query, row.keys, first_k)) { return; }
     std::vector<double> expected(value_dim);
     for (size_t i = 0; i < row.scores.size(); ++i) {
       const int key = row.keys.first + int(i);
-      if (a_.drops() && !this->kept(a_, sequence, head, query, key)) { continue; }
+      if (row.scores[i] == -INFINITY || (a_.drops() && !this->kept(a_, sequence, head, query, key))) { continue; }
       const double p = std::exp(row.scores[i] - row.largest) / row.sum * (a_.drops() ? 1 / (1 - a_.dropout.p) : 1);
       const Element* v = this->v_.data() + (size_t(first_k + key) * a_.kv_heads + kv_head) * value_dim;
       for (int d = 0; d < value_dim; ++d) { expected[d] += p * float(v[d]); }
@@ -98,7 +180,32 @@ class ForwardCall : emulator::Call<Element> {
     for (int d = 0; d < value_dim; ++d) { wrong("column " + std::to_string(d), expected[d], float(out[d])); }
   }
 
+  // Whether values that are NaN may spoil a query, which sees some of `keys`. Under a mask by key columns they may if
+  // the first of their KV tiles is between the first and the last that a query of the block of 64 sees.
+  bool may_be_nan(int sequence, int kv_head, int query, const Range& keys, int first_k) const {
+    constexpr int kTile = forward_tile_shape(EMULATED_DIMS::kDims).key;
+    if (this->nan_keys_.count == 0) { return false; }
+    const int nan_tile = this->nan_keys_.first / kTile;
+    if (!a_.has_columns()) { return keys.end() > nan_tile * kTile; }
+    const Sequence& lengths = this->lengths_[sequence];
+    const int first = query / kPartRows * kPartRows, end = min_int(first + kPartRows, lengths.seqlen_q);
+    int first_tile = kUnbounded, last_tile = -1;
+    for (int q = first; q < end; ++q) {
+      const Range seen = mask_of(a_.mask, lengths).keys_of(q);
+      for (int key = seen.first; key < seen.end(); ++key) {
+        if (this->hidden(a_, sequence, kv_head, q, key, first_k)) { continue; }
+        first_tile = min_int(first_tile, key / kTile);
+        last_tile = max_int(last_tile, key / kTile);
+      }
+    }
+    return first_tile <= nan_tile && nan_tile <= last_tile;
+  }
+
   ForwardArguments a_{};
+  std::vector<int> table_, seqused_k_;
+  std::vector<Element> k_pages_, v_pages_;
+  std::vector<float> largest_;
+  std::vector<double> expected_largest_;
 };
 
 }  // namespace

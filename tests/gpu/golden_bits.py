@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import pathlib
 import sys
 
@@ -46,6 +47,7 @@ class Case:
     window: tuple[int, int] = (-1, -1)
     # Queries and keys of each sequence of a pack, of batch 1 and as many queries and keys in all; empty: a dense batch.
     pack: tuple[tuple[int, int], ...] = ()
+    column_bounds: int = 0  # of each key, in a mask by key columns; 0: there is no such mask
 
     @classmethod
     def of_pack(cls, dtype: str, head_dim: int, causal: bool, pack, heads: int, kv_heads: int, **mask) -> "Case":
@@ -54,8 +56,8 @@ class Case:
 
     @property
     def is_plain(self) -> bool:
-        """A dense batch without a window: what libraries of any version take."""
-        return self.window == (-1, -1) and not self.pack
+        """A dense batch without a window and columns: what libraries of any version take."""
+        return self.window == (-1, -1) and not self.pack and not self.column_bounds
 
     @property
     def mask(self) -> dict[str, object]:
@@ -74,6 +76,8 @@ class Case:
         lengths = f"{self.batch}x{self.seqlen_q}x{self.seqlen_k}"
         if self.pack:
             lengths = "pack " + "+".join(f"{seqlen_q}x{seqlen_k}" for seqlen_q, seqlen_k in self.pack)
+        if self.column_bounds:
+            mask += f" columns {self.column_bounds}"
         return f"{self.dtype} d{self.head_dim} h{self.heads}/{self.kv_heads} {mask} {lengths}"
 
 
@@ -90,6 +94,9 @@ WINDOWED = (1, 1100, 1300, 4, 2)
 PACK = ((0, 65), (129, 129), (515, 515), (30, 700), (300, 40), (7, 0))
 
 
+KEYS_OF_COLUMN = 150  # neighbours with the same bounds
+
+
 def cases() -> list[Case]:
     shapes = [(head_dim, shape) for head_dim in (64, 128) for shape in SHAPES]
     shapes += [(head_dim, shape) for head_dim in (96, 40) for shape in PADDED]
@@ -100,6 +107,9 @@ def cases() -> list[Case]:
         found += [Case("bf16", head_dim, False, *WINDOWED, window=window) for window in WINDOWS]
         found += [Case.of_pack("bf16", head_dim, causal, PACK, 4, 2) for causal in (False, True)]
         found.append(Case.of_pack("bf16", head_dim, False, PACK, 4, 2, window=WINDOWS[0]))
+    for head_dim in (64, 128):
+        found.append(Case("bf16", head_dim, True, *WINDOWED, column_bounds=1))
+        found.append(Case.of_pack("bf16", head_dim, False, PACK, 4, 2, column_bounds=4))
     return found
 
 
@@ -133,6 +143,17 @@ def inputs(case: Case, device: str) -> tuple[torch.Tensor, ...]:
     return tuple(values(shape, seed, DTYPES[case.dtype], device) for seed, shape in enumerate(shapes))
 
 
+def columns(case: Case, device: str | torch.device) -> torch.Tensor | None:
+    """startend_row_indices, by KV head, of runs of keys that share their bounds."""
+    if not case.column_bounds:
+        return None
+    batch = () if case.pack else (case.batch,)
+    shape = (*batch, case.kv_heads, -(-case.seqlen_k // KEYS_OF_COLUMN), case.column_bounds)
+    numbers = hashed(torch.arange(math.prod(shape), dtype=torch.int64, device=device)) % case.seqlen_q
+    runs = numbers.to(torch.int32).view(shape)
+    return runs.repeat_interleave(KEYS_OF_COLUMN, dim=-2)[..., : case.seqlen_k, :].contiguous()
+
+
 def digest(tensor: torch.Tensor) -> str:
     tensor = tensor.cpu().contiguous()
     return hashlib.sha256(ctypes.string_at(tensor.data_ptr(), tensor.nbytes)).hexdigest()[:DIGITS]
@@ -151,7 +172,7 @@ class Package:
         return True
 
     def fitting(self, case: Case) -> list[str]:
-        return list(self._fitting(head_dim=case.head_dim, **case.mask))
+        return ["descending"] if case.column_bounds else list(self._fitting(head_dim=case.head_dim, **case.mask))
 
     def _arguments(self, case: Case, softmax_scale: float, device: torch.device) -> dict[str, object]:
         lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), case.cu_seqlens(device)))
@@ -164,6 +185,7 @@ class Package:
             window_left=case.window[0],
             window_right=case.window[1],
             attention_chunk=0,
+            startend_row_indices=columns(case, device),
         )
 
     def forward(self, q, k, v, softmax_scale, case: Case):

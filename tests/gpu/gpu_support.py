@@ -21,6 +21,7 @@ from dash_attn.dropout import DropoutBits, DropoutState, dropout_bits
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # float64_reference
 
+from column_support import draw_columns, hidden_pairs
 from float64_reference import PLAIN, Dropout, Scores, visible_keys
 
 GRADIENTS = ("dq", "dk", "dv")
@@ -48,6 +49,8 @@ class Problem:
     lse_gradient: bool = False
     value_head_dim: int | None = None  # None: head_dim
     dropout_p: float = 0.0
+    column_bounds: int = 0  # of each key, in a mask by key columns; 0: there is no such mask
+    column_heads: bool = False  # whether each KV head has a mask by key columns of its own
 
     @property
     def head_dims(self) -> dict[str, int]:
@@ -102,6 +105,7 @@ class Inputs:
     out: torch.Tensor
     softmax_lse: torch.Tensor
     scores: Scores = PLAIN
+    columns: torch.Tensor | None = None  # startend_row_indices
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.dout, self.q, self.k, self.v, self.out, self.softmax_lse
@@ -109,6 +113,8 @@ class Inputs:
 
 def policies(problem: Problem) -> list[str]:
     """Every policy that has a kernel for the problem."""
+    if problem.column_bounds:
+        return ["descending"]
     scores = dict(changed_scores=bool(problem.softcap or problem.alibi), dropout=problem.dropout_p > 0)
     return list(schedule.fitting(**problem.mask, **problem.head_dims, **scores))
 
@@ -182,6 +188,21 @@ def random_scores(problem: Problem, device: str, seed: int = 0) -> Scores:
     )
 
 
+def random_columns(problem: Problem, device: str, seed: int = 0) -> torch.Tensor | None:
+    """startend_row_indices of a batch, if the problem has a mask by key columns."""
+    if not problem.column_bounds:
+        return None
+    heads = problem.kv_heads if problem.column_heads else 1
+    lengths = problem.seqlen_q, problem.seqlen_k
+    return draw_columns(problem.batch, heads, *lengths, problem.causal, problem.column_bounds, seed=seed).to(device)
+
+
+def hidden_by_columns(problem: Problem, columns: torch.Tensor) -> torch.Tensor:
+    """bool (batch, 1 or kv_heads, seqlen_q, seqlen_k) on the CPU, as float64_reference takes it."""
+    of_heads = [hidden_pairs(head, problem.seqlen_q, problem.causal) for head in columns.cpu().flatten(0, 1)]
+    return torch.stack(of_heads).unflatten(0, columns.shape[:2])
+
+
 def random_dropout(problem: Problem, device: str, seed: int = 0) -> Dropout:
     """Bits with a state for each sequence. Those that nobody may look at, of blocks without a pair of a query and a key
     that it sees and of rows past the end, are inverted."""
@@ -224,27 +245,42 @@ def packed_bits(mask: torch.Tensor) -> torch.Tensor:
 
 
 def forward(
-    problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_margin: int = 0, scores: Scores = PLAIN
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sm_margin: int = 0,
+    scores: Scores = PLAIN,
+    columns: torch.Tensor | None = None,
 ):
     """out and softmax_lse, by the op."""
-    return torch.ops.dash_attn.forward(q, k, v, **of_scores(problem, scores), sm_margin=sm_margin)
+    return torch.ops.dash_attn.forward(q, k, v, **of_scores(problem, scores, columns), sm_margin=sm_margin)
 
 
-def of_scores(problem: Problem, scores: Scores) -> dict[str, object]:
+def of_scores(problem: Problem, scores: Scores, columns: torch.Tensor | None) -> dict[str, object]:
     """What both ops are told of a batch beside its tensors."""
+    assert (columns is not None) == bool(problem.column_bounds), f"{problem}: the mask by key columns is missing"
     dropout = {} if scores.dropout is None else scores.dropout.arguments()
-    return dict(problem.op_arguments, sinks=scores.sinks, alibi_slopes=scores.alibi_slopes, **dropout)
+    beside = dict(sinks=scores.sinks, alibi_slopes=scores.alibi_slopes, startend_row_indices=columns)
+    return dict(problem.op_arguments, **beside, **dropout)
 
 
 def with_forward(
-    problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, scores: Scores = PLAIN
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    scores: Scores = PLAIN,
+    columns: torch.Tensor | None = None,
 ) -> Inputs:
-    out, softmax_lse = forward(problem, q, k, v, scores=scores)
-    return Inputs(dout, q, k, v, out, softmax_lse, scores)
+    out, softmax_lse = forward(problem, q, k, v, scores=scores, columns=columns)
+    return Inputs(dout, q, k, v, out, softmax_lse, scores, columns)
 
 
 def random_inputs(problem: Problem, device: str, seed: int = 0) -> Inputs:
-    return with_forward(problem, *random_qkv_dout(problem, device, seed), random_scores(problem, device, seed))
+    scores, columns = (draw(problem, device, seed) for draw in (random_scores, random_columns))
+    return with_forward(problem, *random_qkv_dout(problem, device, seed), scores, columns)
 
 
 class GuardedTensor:
@@ -303,7 +339,7 @@ def backward_into(
         gradients["dq"],
         gradients["dk"],
         gradients["dv"],
-        **of_scores(problem, inputs.scores),
+        **of_scores(problem, inputs.scores, inputs.columns),
         schedule=policy,
         sm_margin=sm_margin,
         dsoftmax_lse=inputs.scores.dsoftmax_lse,

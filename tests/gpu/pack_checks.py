@@ -92,8 +92,10 @@ def dense_attention(
     v: torch.Tensor,
     dout: torch.Tensor,
     scores: Scores = PLAIN,
+    columns: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    arguments = dict(mask_arguments(problem), schedule=policy)
+    assert (columns is not None) == bool(problem.column_bounds), f"{problem}: the mask by key columns is missing"
+    arguments = dict(mask_arguments(problem), schedule=policy, startend_row_indices=columns)
     return outputs_of(dash_attn.flash_attn_func, (q, k, v), dout, scores, arguments)
 
 
@@ -114,12 +116,13 @@ class Alone:
                     x[:, 37 * (seed + i) % x.shape[1], :, i] = float(("inf", "nan", "-inf")[(seed + i) % 3])
         self.q, self.k, self.v, self.dout = (x[0] for x in tensors)
         self.scores = support.random_scores(problem, device, seed)
+        self.columns = support.random_columns(problem, device, seed)
         self._outputs: dict[str, dict[str, torch.Tensor]] = {}
 
     def outputs(self, policy: str) -> dict[str, torch.Tensor]:
         if policy not in self._outputs:
             tensors = (x[None] for x in (self.q, self.k, self.v, self.dout))
-            found = dense_attention(self.problem, policy, *tensors, self.scores)
+            found = dense_attention(self.problem, policy, *tensors, self.scores, self.columns)
             self._outputs[policy] = {name: x if name == "dsinks" else x[0] for name, x in found.items()}
         return self._outputs[policy]
 
@@ -225,6 +228,16 @@ class Pack:
             dlse[self.poisoned] = torch.full_like(dlse[self.poisoned], math.nan)
         around = dlse[0].new_full((1, 1), math.nan).expand(self.problem.heads, max(self.rows_q.outside()))
         return found._replace(dsoftmax_lse=self.rows_q.join(dlse, around, dim=1))
+
+    @property
+    def columns(self) -> torch.Tensor | None:
+        """startend_row_indices of the pack. Rows outside the sequences hide all queries, or none."""
+        if not self.problem.column_bounds:
+            return None
+        parts = [sequence.columns[0] for sequence in self.sequences]
+        extremes = parts[0].new_tensor([-(2**31), 2**31 - 1]).repeat(max(self.rows_k.outside()) // 2 + 1)
+        around = extremes[None, :, None].expand(parts[0].shape[0], -1, parts[0].shape[2])
+        return self.rows_k.join(parts, around, dim=1)
 
     def name_of(self, number: int) -> str:
         lengths = f"{self.rows_q.lengths[number]} queries and {self.rows_k.lengths[number]} keys"
@@ -340,6 +353,7 @@ def varlen_attention(pack: Pack, policy: str, sm_margin: int = 0) -> dict[str, t
         seqused_k=pack.seqused_k,
         sm_margin=sm_margin,
         schedule=policy,
+        startend_row_indices=pack.columns,
     )
 
     def function(*tensors, **more):

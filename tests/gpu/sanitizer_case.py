@@ -1,6 +1,6 @@
 """Small shapes for compute-sanitizer: both passes, every policy, every kind of mask, every row of the tile table, who
-makes dQ of a sum, ragged and unequal lengths, packs with gaps and sequences of nothing, scores with softcap, slopes and
-sinks, dropout with the generator of its bits.
+makes dQ of a sum, ragged and unequal lengths, packs with gaps and sequences of nothing, masks by key columns, scores
+with softcap, slopes and sinks, dropout with the generator of its bits.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitizer_case.py
 
@@ -22,7 +22,7 @@ from float64_reference import Attention, Dropout, Scores, attention_float64, rel
 from gpu_support import Problem
 from pack_checks import Pool, Rows
 
-KINDS = ("dense", "tiles", "sums", "windows", "packs", "scores", "dropout")
+KINDS = ("dense", "tiles", "sums", "windows", "packs", "columns", "scores", "dropout")
 HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 WHOLE = HEAD_DIMS[0], HEAD_DIMS[2]  # at which every problem is tried
 # The last one's query heads are split over work tiles.
@@ -35,6 +35,14 @@ WINDOWS = (
 )
 WINDOWED_SHAPES = ((200, 330, 4, 2), (330, 200, 2, 2))
 PACK_MASKS = (dict(causal=False), dict(causal=True), WINDOWS[0])
+# Every form of a mask by key columns, for all heads together and for each KV head.
+COLUMNS = (
+    dict(causal=True, column_bounds=1),
+    dict(causal=True, column_bounds=2, column_heads=True),
+    dict(causal=False, column_bounds=2, column_heads=True),
+    dict(causal=False, column_bounds=4, window=(100, 64)),
+)
+PACK_COLUMNS = (dict(COLUMNS[0], column_heads=True), dict(causal=False, column_bounds=4))
 ALL_OF_SINKS = dict(sinks=True, lse_gradient=True)
 SCORES = (
     dict(causal=True, softcap=20.0),
@@ -71,13 +79,14 @@ class Case:
         problem: Problem,
         tensors: tuple[torch.Tensor, ...],
         scores: Scores,
+        columns: torch.Tensor | None,
         exact: Attention,
         **lengths: torch.Tensor,
     ):
         """`tensors`: q, k, v and dout."""
         self.what, self.problem, self.exact = what, problem, exact
         self.q, self.k, self.v, self.dout = (x.cuda() for x in tensors)
-        given = dict(lengths, sinks=scores.sinks, alibi_slopes=scores.alibi_slopes)
+        given = dict(lengths, sinks=scores.sinks, alibi_slopes=scores.alibi_slopes, startend_row_indices=columns)
         self.arguments = dict(problem.op_arguments, **{name: x.cuda() for name, x in given.items() if x is not None})
         if scores.dropout is not None:
             self.arguments |= self.dropout_arguments(scores.dropout)
@@ -92,8 +101,9 @@ class Case:
     @classmethod
     def dense(cls, problem: Problem) -> "Case":
         tensors, scores = support.random_qkv_dout(problem, "cpu"), support.random_scores(problem, "cpu")
-        exact = attention_float64(*tensors, softmax_scale=problem.scale, scores=scores, **problem.mask)
-        return cls(str(problem), problem, tensors, scores, exact)
+        columns = support.random_columns(problem, "cpu")
+        exact = exact_of(problem, *tensors, scores, columns)
+        return cls(str(problem), problem, tensors, scores, columns, exact)
 
     @classmethod
     def pack(cls, problem: Problem) -> "Case":
@@ -102,8 +112,7 @@ class Case:
         outputs = []
         for own in pack.sequences:
             tensors = (x[None] for x in (own.q, own.k, own.v, own.dout))
-            formula = dict(softmax_scale=problem.scale, scores=own.scores, **problem.mask)
-            outputs.append(attention_float64(*tensors, **formula))
+            outputs.append(exact_of(own.problem, *tensors, own.scores, own.columns))
         joined = {}
         for name in ("out", *support.GRADIENTS):
             parts = [getattr(x, name)[0] for x in outputs]
@@ -117,7 +126,8 @@ class Case:
         exact = Attention(joined["out"], pack.rows_q.join(lse, around, dim=1), *gradients, dsinks)
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
         lengths = {name: getattr(pack, name) for name in names}
-        return cls(str(pack), problem, (pack.q, pack.k, pack.v, pack.dout), pack.scores, exact, **lengths)
+        tensors = pack.q, pack.k, pack.v, pack.dout
+        return cls(str(pack), problem, tensors, pack.scores, pack.columns, exact, **lengths)
 
     def forward(self, sm_margin: int = 0) -> dict[str, torch.Tensor]:
         out, _ = torch.ops.dash_attn.forward(self.q, self.k, self.v, **self.arguments, sm_margin=sm_margin)
@@ -136,6 +146,11 @@ class Case:
 
     def errors(self, outputs: dict[str, torch.Tensor]) -> dict[str, float]:
         return {name: relative_error(x.cpu(), getattr(self.exact, name)) for name, x in outputs.items()}
+
+
+def exact_of(problem: Problem, q, k, v, dout, scores: Scores, columns: torch.Tensor | None) -> Attention:
+    hidden = None if columns is None else support.hidden_by_columns(problem, columns)
+    return attention_float64(q, k, v, dout, softmax_scale=problem.scale, scores=scores, hidden=hidden, **problem.mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +180,11 @@ def planned(head_dims: tuple[int, int], sms: int, shapes: int = len(SHAPES)) -> 
     tiles = [problem_of(400, 150, heads, heads, causal=causal) for causal in (False, True)]
     # Of the backward: so many work tiles that the main kernel makes dQ of its sums.
     sums = [dataclasses.replace(problem_of(70, 130, 8, 8, causal=causal), batch=64) for causal in (False, True)]
+    sums.append(dataclasses.replace(sums[0], causal=True, column_bounds=1))
     windows = [problem_of(*shape, **mask) for shape in WINDOWED_SHAPES[:shapes] for mask in WINDOWS]
     packs = [problem_of(0, 0, 4, 2, **mask) for mask in PACK_MASKS]
+    columns = [problem_of(*WINDOWED_SHAPES[i % 2], **mask) for i, mask in enumerate(COLUMNS)]
+    packs_of_columns = [problem_of(0, 0, 4, 2, **mask) for mask in PACK_COLUMNS]
     scores = [problem_of(*WINDOWED_SHAPES[0], **of_scores) for of_scores in SCORES]
     dropped = [problem_of(*WINDOWED_SHAPES[0], **of_dropout) for of_dropout in DROPOUT]
     packs_of_dropout = [problem_of(0, 0, 4, 2, **of_dropout) for of_dropout in DROPOUT]
@@ -177,6 +195,8 @@ def planned(head_dims: tuple[int, int], sms: int, shapes: int = len(SHAPES)) -> 
         *(Planned("sums", problem) for problem in sums),
         *(Planned("windows", problem) for problem in windows),
         *(Planned("packs", problem, is_pack=True) for problem in packs),
+        *(Planned("columns", problem) for problem in columns),
+        *(Planned("columns", problem, is_pack=True) for problem in packs_of_columns),
         *(Planned("scores", problem) for problem in scores),
         *(Planned("scores", problem, is_pack=True) for problem in packs_of_scores),
         *(Planned("dropout", problem) for problem in dropped),

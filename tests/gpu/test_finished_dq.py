@@ -10,6 +10,7 @@ import pack_checks
 import pytest
 import torch
 from bit_checks import check_sm_margins, check_under_load
+from column_support import FORMS
 from gpu_support import Problem
 from kernel_names import kernels, ours
 from products import spread
@@ -36,6 +37,8 @@ FEATURES = {
     "fp16": dict(dtype=torch.float16),
 }
 
+PACK_LENGTHS = [(130, 250), (5, 400), (200, 0), (0, 7), (64, 64), (1, 129), (300, 280), (257, 513)] * 16
+
 
 def sequence_of(inputs, number):
     """The inputs of a sequence alone."""
@@ -43,7 +46,8 @@ def sequence_of(inputs, number):
     scores = inputs.scores
     if scores.dsoftmax_lse is not None:
         scores = scores._replace(dsoftmax_lse=scores.dsoftmax_lse[one])
-    return support.Inputs(*(x[one] for x in inputs.tensors()), scores)
+    columns = None if inputs.columns is None else inputs.columns[one]
+    return support.Inputs(*(x[one] for x in inputs.tensors()), scores, columns)
 
 
 def assert_as_alone(problem, inputs, policy):
@@ -192,10 +196,40 @@ def test_a_head_that_needs_the_order(head_dim, device):
 def test_packs(kind, head_dim, device):
     """Whose mean lengths and number of work tiles decide; a sequence alone has too few."""
     pool = pack_checks.Pool(Problem(1, 0, 0, 16, 8, head_dim, **KINDS[kind]), device)
-    lengths = [(130, 250), (5, 400), (200, 0), (0, 7), (64, 64), (1, 129), (300, 280), (257, 513)] * 16
-    pack = pack_checks.pack_of_lengths(pool, lengths)
+    pack = pack_checks.pack_of_lengths(pool, PACK_LENGTHS)
     found = {policy: pack_checks.varlen_attention(pack, policy) for policy in ("auto", "spt", "order_free")}
     pack_checks.assert_as_alone(pack, found)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal, bounds", FORMS)
+def test_packs_with_masks_by_key_columns(causal, bounds, head_dim, device):
+    problem = Problem(1, 0, 0, 16, 8, head_dim, causal, column_bounds=bounds, column_heads=True)
+    pack = pack_checks.pack_of_lengths(pack_checks.Pool(problem, device), PACK_LENGTHS)
+    pack_checks.assert_as_alone(pack, {"auto": pack_checks.varlen_attention(pack, "auto")})
+    names = kernels(lambda: pack_checks.varlen_attention(pack, "auto"))
+    assert ours(names, "backward_kernel") and not ours(names, "convert_kernel")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal, bounds", FORMS)
+def test_masks_by_key_columns(causal, bounds, head_dim, perturbation, device, num_sms):
+    """In every other sequence, no KV tile adds to the query tiles of rows 128 to 255."""
+    problem = Problem(*SHAPES["three"], head_dim, causal, column_bounds=bounds, column_heads=True)
+    columns = support.random_columns(problem, device)
+    if bounds == 4 or (causal and bounds == 2):
+        columns[1::2, ..., 0], columns[1::2, ..., 1] = 128, 256
+    else:
+        columns[1::2, ..., 0].clamp_(max=128)
+    inputs = support.with_forward(problem, *support.random_qkv_dout(problem, device), columns=columns)
+    assert not support.backward(inputs, problem, "auto")["dq"][1::2, 128:256].any()
+    assert_as_alone(problem, inputs, "auto")
+    check_under_load(inputs, problem, perturbation, 12, 4)
+    check_sm_margins(inputs, problem, num_sms, (1, num_sms // 2))
+    of_batch = kernels(lambda: support.backward(inputs, problem, "auto"))
+    of_one = kernels(lambda: support.backward(sequence_of(inputs, 0), dataclasses.replace(problem, batch=1), "auto"))
+    assert ours(of_batch, "backward_kernel") and not ours(of_batch, "convert_kernel")
+    assert ours(of_one, "convert_kernel")
 
 
 @pytest.mark.parametrize("head_dim, causal", list(itertools.product((64, 128), (False, True))))

@@ -7,6 +7,7 @@ import gpu_support as support
 import pytest
 import sm_holder
 import torch
+from column_support import FORMS
 from gpu_support import Inputs, Problem
 from products import pairwise
 
@@ -101,9 +102,20 @@ def test_every_policy_while_sms_are_held(held, head_dim, causal, holder, device,
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_every_number_of_held_sms(causal, holder, device, num_sms):
-    problem = Problem(1, 512, 512, 16, 4, 128, causal)
+@pytest.mark.parametrize("held", [1, 66, 128, 131])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("causal, bounds", FORMS)
+def test_masks_by_key_columns_while_sms_are_held(causal, bounds, head_dim, held, holder, device, num_sms):
+    if held >= num_sms:
+        pytest.skip(f"the GPU has {num_sms} SMs")
+    problem = Problem(2, 1536, 1536, 16, 8, head_dim, causal, column_bounds=bounds, column_heads=True)
+    backward = TimedBackward(support.random_inputs(problem, device), problem, "descending")
+    backward.check_held(holder, held, num_sms, backward.time_alone_ms())
+
+
+@pytest.mark.parametrize("causal, column_bounds", [(False, 0), (True, 0), (True, 1), (False, 4)])
+def test_every_number_of_held_sms(causal, column_bounds, holder, device, num_sms):
+    problem = Problem(1, 512, 512, 16, 4, 128, causal, column_bounds=column_bounds)
     inputs = support.random_inputs(problem, device)
     backward = TimedBackward(inputs, problem, "auto")
     alone_ms = backward.time_alone_ms()

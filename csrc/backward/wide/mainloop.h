@@ -16,7 +16,9 @@
 // The value consumer is up to one step ahead. While one consumer's threads compute, the other's products run.
 #pragma once
 
+#include "../../device/hidden_keys.h"
 #include "../../device/warp_roles.h"
+#include "../columns.h"
 #include "../dq_layout.h"
 #include "../work_ring.h"
 #include "epilogue.h"
@@ -180,6 +182,10 @@ class Consumer {
     if (tile.needs_masking) {
       const Mask mask = Variant::grid(work().sequence, params_.window).mask;
       apply_mask(s, mask, first_query, first_key, thread_);
+      if constexpr (Variant::kHasColumns) {
+        const HiddenQueries* const keys = hidden_keys_of(params_, work(), first_key);
+        hide_keys(s, hidden_of_warp<Variant::kKey>(first_query, keys, thread_), thread_);
+      }
     }
     probabilities(s, statistics_of(shared_.lse[slot], thread_), params_.score.scale_log2);
     shared_.q_empty[slot].arrive();

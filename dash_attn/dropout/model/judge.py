@@ -98,7 +98,7 @@ def judged(row: Result, fitted: Fitted) -> Iterator[Judged]:
         predicted["overlapped"] = 1e3 * whole.overlapped, row.get("overlapped_ms")
     if row.get("fa2_ms"):
         fused = row["fa2_ms"] + 1e3 * inside_time(*arguments, backward=backward)
-        predicted["fused attention, theirs"] = fused, row.get("fa2_dropout_ms")
+        predicted["FlashAttention-2 with dropout"] = fused, row.get("fa2_dropout_ms")
     for of, (said, measured) in predicted.items():
         if said is not None and measured:
             yield Judged(row["block"], row["seqlen"], row["pass"], of, said, measured, row.get("measured_as"))

@@ -1,0 +1,149 @@
+"""Masks by key columns on the host (emulation.py): the kernels' own source, and that of the plan before them."""
+
+import emulation
+import pytest
+from emulation import ROWS
+
+pytestmark = pytest.mark.slow
+
+MACHINES = ((1, 1), (3, 0), (132, 2))
+# FlashMask's flag, the numbers of a key, and the rest of the mask.
+FORMS = [
+    dict(mask="causal", per_key=1), dict(mask="causal", per_key=2), dict(mask="full", per_key=2),
+    dict(mask="full", per_key=4), dict(mask="window", per_key=4, left=150, right=40),
+]  # fmt: skip
+KINDS = ("random", "documents")
+SHAPES = [
+    dict(seqlen_q=300, seqlen_k=300), dict(seqlen_q=200, seqlen_k=517, batch=2, heads=2, mask_heads=2),
+    dict(pack="130:130,1:40,0:7,333:333,64:64", heads=2, kv_heads=1, sinks=1),
+]  # fmt: skip
+# All kernels by one call, and all calls by one kernel.
+CALLS = [(row, FORMS[0] | dict(columns="random") | SHAPES[1]) for row in ROWS]
+CALLS += [("128", form | dict(columns=kind) | shape) for form in FORMS for kind in KINDS for shape in SHAPES]
+SOURCES = {"forward": ["forward.cpp"], "backward": ["backward.cpp", "stages.cpp"]}
+
+
+@pytest.fixture(scope="module", params=SOURCES)
+def programs(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return emulation.build_rows(emulation.source(folder), SOURCES[request.param], folder, only=dict(columns="random"))
+
+
+@pytest.mark.parametrize("row, call", CALLS, ids=str)
+def test_masks_by_columns(programs, row, call):
+    emulation.check(programs[row], MACHINES, **call)
+
+
+@pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_a_mask_that_hides_nothing_has_the_bits_of_the_call_without_it(tmp_path, sources, mask):
+    call = dict(mask=mask, seqlen_q=400, heads=4, kv_heads=2, batch=2)
+    found = []
+    for columns in ({}, dict(columns="nothing")):
+        folder = tmp_path / str(len(found))
+        folder.mkdir()
+        program = emulation.build(emulation.source(folder), sources, "128", folder / "program", only=call | columns)
+        found.append(emulation.check(program, ((3, 0),), **call, **columns))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_row_of_a_nan_query_is_nan(tmp_path, row):
+    """Also where every KV tile of the row has keys that the row does not see."""
+    program = emulation.build(
+        emulation.source(tmp_path), SOURCES["forward"], row, tmp_path / "program", only=dict(columns="documents")
+    )
+    for query in (0, 75, 299):
+        emulation.check(program, ((3, 0),), columns="documents", document=70, mask="causal", seqlen_q=300,
+                        nan_query=query)  # fmt: skip
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_which_rows_a_value_spoils_does_not_depend_on_the_gpu(tmp_path, is_right):
+    """Query tiles have as many rows on a GPU with few heads for many SMs. Queries 320 to 383 see KV tiles before and
+    after the value's, which is loaded for queries before 320."""
+    rule = "if (p.mask.kind == MaskKind::kColumns) return;"
+    changes = () if is_right else (("placement/forward_tiles.h", rule, ""),)
+    call = dict(columns="prefix", document=160, mask="causal", seqlen_q=640, nan_value=170, nan_values=1)
+    program = emulation.build(
+        emulation.source(tmp_path, *changes), SOURCES["forward"], "128", tmp_path / "program", only=call
+    )
+    if is_right:
+        emulation.check(program, MACHINES, **call)
+    else:
+        with pytest.raises(AssertionError):
+            emulation.check(program, MACHINES, **call)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_value_spoils_no_block_of_queries_that_sees_nothing_of_its_kv_tile(tmp_path, row):
+    call = dict(columns="documents", mask="causal", seqlen_q=640, nan_values=1)
+    program = emulation.build(emulation.source(tmp_path), SOURCES["forward"], row, tmp_path / "program", only=call)
+    for document, value in ((64, 70), (64, 130), (90, 10), (190, 150), (190, 191)):
+        emulation.check(program, ((3, 0),), **call, document=document, nan_value=value)
+
+
+@pytest.mark.parametrize("row", ["64", "128"])
+def test_whoever_adds_last_may_finish_dq(tmp_path, row):
+    """Among the query tiles are some that no KV tile adds to."""
+    calls = [
+        dict(columns=kind, mask="causal", seqlen_q=500, seqlen_k=400, heads=2, kv_heads=1, document=90)
+        for kind in KINDS
+    ] + [dict(columns="random", per_key=4, pack="130:130,1:40,200:0,0:7,333:333", heads=2)]
+    found = []
+    for changes in ((), (emulation.ALWAYS_FINISHES,)):
+        folder = tmp_path / str(len(changes))
+        folder.mkdir()
+        csrc = emulation.source(folder, *changes)
+        program = emulation.build(csrc, SOURCES["backward"], row, folder / "program", only=calls[0])
+        found.append([emulation.check(program, ((1, 0), (4, 2)), **call) for call in calls])
+    assert found[0] == found[1]
+
+
+# The last query tile sees the first KV tiles and the last ones, and none of those between, which fill a word.
+LONG = dict(columns="prefix", document=300, mask="causal", seqlen_q=8500)
+
+
+def test_words_without_live_tiles_are_passed_over(programs):
+    emulation.check(programs["64"], ((3, 0),), **LONG)
+
+
+SPOILED = dict(document=64, seqlen_q=500, nan_value=130, nan_values=1)
+
+
+@pytest.mark.parametrize(
+    "file, right, wrong, kind",
+    [
+        ("columns/plan.h", "extend(tiles.of_part[part], own,", "extend(tiles.of_part[part], live,", SPOILED),
+        ("columns/plan.h", "((own & -own) - 1)", "(own & -own)", {}),  # the first tile of a part is left out
+        ("columns/plan.h", "~0u >> __clz(own)", "~0u >> 1 >> __clz(own)", {}),  # the last tile of a part is left out
+        ("columns/plan.h", "= __ballot_sync(0xffffffff, is_hidden)", "= 0", {}),
+        ("columns/plan.h", "hidden.hides_any(parts[part].queries)", "hidden.hides_all(parts[part].queries)", {}),
+        ("forward/live_walk.h", "word.hidden[warpgroup]", "word.hidden[1]", {}),
+        ("forward/live_walk.h", "~(~0u >> __clz(to_mask))", "~(~0u >> 1 >> __clz(to_mask))", {}),
+        ("forward/live_walk.h", "seen_whole.end() - first", "seen_whole.end() + 1 - first", {}),
+        ("forward/rows.h", "Variant::kHasColumns ? live : ", "Variant::kHasColumns ? of_tile : ", SPOILED),
+    ],
+)
+def test_faults_of_the_forward_are_found(tmp_path, file, right, wrong, kind):
+    call = dict(columns="documents", mask="causal", document=70, seqlen_q=500, heads=2, kv_heads=1) | kind
+    csrc = emulation.source(tmp_path, (file, right, wrong))
+    program = emulation.build(csrc, SOURCES["forward"], "64", tmp_path / "run", call)
+    with pytest.raises(AssertionError):
+        emulation.check(program, ((1, 0),), **call)
+
+
+@pytest.mark.parametrize(
+    "file, right, wrong",
+    [
+        ("backward/columns.h", "word.live & (own - 1)", "word.live & own"),  # no rank is 0
+        ("columns/plan.h", " && !tile.visits.skips(query_tile)", ""),  # ranks that never come
+        ("contract/columns.h", "visited.count - low.count - high.count", "visited.count - low.count"),
+    ],
+)
+def test_faults_are_found(tmp_path, file, right, wrong):
+    call = dict(columns="documents", document=70, seqlen_q=800, heads=2, kv_heads=1)
+    csrc = emulation.source(tmp_path, (file, right, wrong))
+    program = emulation.build(csrc, SOURCES["backward"], "64", tmp_path / "run", call)
+    with pytest.raises(AssertionError):
+        emulation.check(program, ((1, 0),), **call)

@@ -1,0 +1,135 @@
+"""The figures that benchmarks/few_heads_masks_decoding.md and docs/ quote by hand are those of committed results."""
+
+import json
+import pathlib
+import statistics
+
+import pytest
+import test_readme as readme
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = (ROOT / "benchmarks" / "few_heads_masks_decoding.md").read_text()
+RUN = "h200_2026-11-28_"
+
+
+def rows_of(*names):
+    return [row for name in names for row in json.loads((readme.RESULTS / f"{RUN}{name}.json").read_text())["rows"]]
+
+
+def words(page):
+    return " ".join((ROOT / page).read_text().split())
+
+
+SHARDED = rows_of("f05c3d1_sharded_1", "129c590_sharded_2")
+BACKWARD = readme.ours(SHARDED, "backward")
+FASTER = {
+    shape: max(tflops, readme.ours(SHARDED, "backward", "order_free")[shape]) for shape, tflops in BACKWARD.items()
+}
+OTHER = readme.theirs(SHARDED, "backward", False)
+
+
+@pytest.mark.parametrize(
+    "said, mine, peers",
+    [
+        ("backward, `auto` | best non-deterministic", BACKWARD, OTHER),
+        ("backward, `auto` | deterministic", BACKWARD, readme.theirs(SHARDED, "backward", True)),
+        ("backward, the faster of `auto` and `order_free` | best non-deterministic", FASTER, OTHER),
+        ("forward | best", readme.ours(SHARDED, "forward"), readme.theirs(SHARDED, "forward")),
+    ],
+)
+def test_few_heads(said, mine, peers):
+    ratios = readme.ratios_of(mine, peers)
+    assert len(ratios) == 240
+    below = sum(ratio < 0.9 for ratio in ratios)
+    assert f"| {said} | {statistics.geometric_mean(ratios):.2f} | {min(ratios):.2f} | {below} |" in PAGE
+
+
+def test_where_few_heads_are_slow():
+    text = words("benchmarks/few_heads_masks_decoding.md")
+
+    def over(mine, fits):
+        fitting = {shape: mine[shape] for shape in mine if fits(dict(zip(readme.SHAPE, shape)))}
+        ratios = readme.ratios_of(fitting, OTHER)
+        return f"{statistics.geometric_mean(ratios):.2f}", f"{min(ratios):.2f}", len(ratios)
+
+    def batch(mask, batch, seqlen):
+        return over(BACKWARD, lambda s: (s["mask"], s["batch"], s["seqlen"]) == (mask, batch, seqlen))[0]
+
+    alone = over(BACKWARD, lambda s: s["heads"] == s["kv_heads"] <= 2)[0]
+    assert (
+        f"({batch('full', 1, 8192)} for one sequence of 8,192 tokens, {batch('full', 2, 4096)} for two of 4,096)"
+        in text
+    )
+    assert f"with one or two KV heads without groups ({alone})" in text
+    assert f"2,048 tokens ({batch('full', 1, 2048)} full, {batch('causal', 1, 2048)} causal)" in text
+    long = [over(mine, lambda s: s["batch"] * s["seqlen"] * s["kv_heads"] >= 32768) for mine in (BACKWARD, FASTER)]
+    assert (
+        f"Over the {long[0][2]} shapes" in text and f"{long[0][0]} times the throughput (minimum {long[0][1]})" in text
+    )
+    assert f"the two schedules {long[1][0]} times (minimum {long[1][1]})" in text
+    shape = (128, 8, 1, "causal", 8192, 1)
+    fa4 = [readme.theirs(SHARDED, "backward", mode, "fa4")[shape][0][1] for mode in (True, False)]
+    assert f"`auto` has {BACKWARD[shape]:.0f} TFLOP/s" in text
+    assert f"FlashAttention-4 {fa4[0]:.0f} with determinism and {fa4[1]:.0f} without" in text
+
+
+def column_ratios(name):
+    """By case and tokens: ours over the baseline's, by baseline and pass."""
+    found = {}
+    for row in rows_of(name):
+        found.setdefault((row["case"], row["seqlen"]), {})[row["impl"], row["pass"]] = row["tflops"]
+    return {
+        case: {
+            (impl, pass_): of_case["columns", pass_] / tflops
+            for (impl, pass_), tflops in of_case.items()
+            if impl != "columns"
+        }
+        for case, of_case in found.items()
+    }
+
+
+WIDE, NARROW = column_ratios("129c590_column_masks_128"), column_ratios("f05c3d1_column_masks_64")
+ORDER = [(of, pass_) for pass_ in ("forward", "backward") for of in ("own", "flex")]
+
+
+def test_column_masks():
+    for (case, tokens), ratios in WIDE.items():
+        own = "packs" if ("packs", "forward") in ratios else "causal"
+        cells = ["hides nothing" if case.startswith("nothing") else case, f"{tokens:,}"]
+        cells.append({"packs": "packed batch", "causal": "causal kernel"}[own])
+        for table in (WIDE, NARROW):
+            of_case = table.get((case, tokens))
+            at = [of_case and of_case[own if of == "own" else of, pass_] for of, pass_ in ORDER]
+            cells += ["–" if ratio is None else f"{ratio:.2f}" for ratio in at]
+        assert f"| {' | '.join(cells)} |" in PAGE
+    assert PAGE.count(" | packed batch | ") + PAGE.count(" | causal kernel | ") == len(WIDE)
+
+
+def test_the_speed_of_column_masks():
+    text = words("docs/masks.md")
+    documents = {case: ratios for case, ratios in WIDE.items() if case[0].startswith("documents of")}
+    usual = [ratios for (case, _), ratios in documents.items() if case != "documents of 1024"]
+    short = [ratios for (case, _), ratios in documents.items() if case == "documents of 1024"]
+
+    def reach(cases, impl, *passes, digits=2):
+        ratios = [ratios[impl, pass_] for ratios in cases for pass_ in passes]
+        return f"{min(ratios):.{digits}f} to {max(ratios):.{digits}f}"
+
+    assert f"at {reach(usual, 'packs', 'forward')} of the speed" in text
+    assert f"at {reach(usual, 'packs', 'backward')} in the backward" in text
+    assert f"They are {reach(usual, 'flex', 'forward', 'backward', digits=1)} times as fast" in text
+    assert f"1,024 tokens run at {reach(short, 'packs', 'forward', 'backward')} of" in text
+    costs = [round(100 - 100 * WIDE[f"nothing at {n}", n]["causal", "forward"]) for n in (16384, 4096)]
+    assert f"costs {costs[0]}% at 16,384 tokens and {costs[1]}% at 4,096 tokens" in text
+
+
+def test_decoding():
+    rows = rows_of("f05c3d1_decoding")
+    for row in rows:
+        speed = row["tb_per_s"]
+        cells = [f"{row['batch']} x {row['seqlen']}", f"{row['heads']}/{row['kv_heads']}", row["head_dim"]]
+        cells += [row["new_tokens"], f"{speed['plain']:.2f}"]
+        cells += [f"{speed[page] / speed['plain']:.2f}" for page in ("16", "64", "256")]
+        assert f"| {' | '.join(map(str, cells))} |" in PAGE
+    (small,) = (row for row in rows if (row["batch"], row["kv_heads"]) == (16, 1))
+    assert f"reach {small['tb_per_s']['plain']:.2f} TB/s of an H200's 4.8" in words("docs/usage.md")
