@@ -12,16 +12,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "integrations"))
 
 from batching_support import NEW, batches_of_paged_calls, by_rows, check_against_a_pack, generate
 from transformers_support import LAYERS, make_model
+from transformers_support import installed as installed  # an autouse fixture
 
-from dash_attn.integrations.transformers import NAME, install, uninstall
-
-
-@pytest.fixture(autouse=True)
-def installed(monkeypatch):
-    monkeypatch.delenv("LOCAL_KERNELS", raising=False)
-    install()
-    yield
-    uninstall()
+from dash_attn.integrations.transformers import NAME
 
 
 @pytest.mark.parametrize("use_cuda_graph", [False, True])

@@ -19,16 +19,9 @@ from interface_support import kernel_calls
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers_support import CONFIGS, LAYERS, WINDOW, error, logits_and_gradients, make_model
+from transformers_support import installed as installed  # an autouse fixture
 
-from dash_attn.integrations.transformers import NAME, install, uninstall
-
-
-@pytest.fixture(autouse=True)
-def installed(monkeypatch):
-    monkeypatch.delenv("LOCAL_KERNELS", raising=False)
-    install()
-    yield
-    uninstall()
+from dash_attn.integrations.transformers import NAME
 
 
 def check(make, call, call_eager=None):

@@ -13,16 +13,9 @@ from batching_support import NEW, batches_of_paged_calls, by_rows, check_against
 from transformers.generation.continuous_batching import initialization
 from transformers.utils.generic import is_flash_attention_requested
 from transformers_support import CONFIGS, LAYERS, make_model
+from transformers_support import installed as installed  # an autouse fixture
 
 from dash_attn.integrations.transformers import NAME, install, uninstall
-
-
-@pytest.fixture(autouse=True)
-def installed(monkeypatch):
-    monkeypatch.delenv("LOCAL_KERNELS", raising=False)
-    install()
-    yield
-    uninstall()
 
 
 @contextlib.contextmanager

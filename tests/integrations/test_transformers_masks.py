@@ -10,9 +10,10 @@ pytest.importorskip("kernels")
 
 import transformers_support as support
 from interface_support import kernel_calls
-from test_transformers import check, installed  # noqa: F401  a fixture
+from test_transformers import check
 from transformers import modeling_flash_attention_utils
 from transformers_support import LAYERS, logits_and_gradients, make_model
+from transformers_support import installed as installed  # an autouse fixture
 
 from dash_attn.integrations import _transformers_masks
 from dash_attn.integrations.transformers import NAME

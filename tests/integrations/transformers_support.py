@@ -4,10 +4,13 @@ import contextlib
 import copy
 from unittest import mock
 
+import pytest
 import torch
 from rounded import rounded
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, Qwen3Config
 from transformers.modeling_utils import AttentionInterface
+
+from dash_attn.integrations.transformers import install, uninstall
 
 WINDOW = 5
 LAYERS = 2
@@ -33,6 +36,15 @@ CONFIGS = {
     "gpt_oss": GptOssConfig(**_SIZES, num_local_experts=2, num_experts_per_tok=2, sliding_window=WINDOW),
     "qwen3": Qwen3Config(**_SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
 }
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    """transformers knows dash_attn during a test of a module that imports this fixture."""
+    monkeypatch.delenv("LOCAL_KERNELS", raising=False)
+    install()
+    yield
+    uninstall()
 
 
 def make_model(name, attention, dtype=torch.bfloat16, seed=0, device="cpu", **changes):
