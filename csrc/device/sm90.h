@@ -9,6 +9,7 @@ constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupWarps = 4;
 constexpr int kSharedMemoryLimit = 227 * 1024;
 constexpr int kRegistersPerSm = 64 * 1024;
+constexpr int kMostRegisters = 256;  // that setmaxnreg gives a thread
 
 // The registers that a launch gives a CTA that is alone on its SM, a multiple of 8 a thread. setmaxnreg moves registers
 // within that pool: a request beyond it never returns.
@@ -17,7 +18,8 @@ constexpr int launch_registers(int threads) { return kRegistersPerSm / threads /
 // The registers of each consumer thread if the threads of the one producer warpgroup keep `of_producer`.
 constexpr int consumer_registers(int consumers, int of_producer) {
   const int warpgroups = consumers + 1, threads = warpgroups * kWarpgroupThreads;
-  return (launch_registers(threads) / kWarpgroupThreads - of_producer) / consumers / 8 * 8;
+  const int share = (launch_registers(threads) / kWarpgroupThreads - of_producer) / consumers / 8 * 8;
+  return share < kMostRegisters ? share : kMostRegisters;
 }
 
 constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }

@@ -18,14 +18,16 @@
 
 namespace dash_attn::forward {
 
-template <typename Element_, int kQkDim_, int kValueDim_, MaskKind kMask_, typename Score_>
+// kIsShort_: the query tile has rows for one warpgroup alone (short_mainloop.h).
+template <typename Element_, int kQkDim_, int kValueDim_, MaskKind kMask_, typename Score_, bool kIsShort_ = false>
 struct Variant {
   using Element = Element_;
   using Score = Score_;
   static constexpr MaskKind kMask = kMask_;
   static constexpr bool kHasColumns = kMask == MaskKind::kColumns;
   static constexpr TileShape kTile = forward_tile_shape({kQkDim_, kValueDim_});
-  static constexpr int kQuery = kTile.query;
+  static constexpr bool kIsShort = kIsShort_;
+  static constexpr int kQuery = kIsShort ? kWarpgroupRows : kTile.query;
   static constexpr int kKey = kTile.key;
   static constexpr int kQkDim = kTile.head_dims.qk;
   static constexpr int kValueDim = kTile.head_dims.v;
@@ -37,9 +39,9 @@ struct Variant {
   static constexpr int kConsumers = kQuery / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
-  static_assert(kConsumers == 2 || kConsumers == 3);
+  static_assert(kIsShort ? kConsumers == 1 : kConsumers == 2 || kConsumers == 3);
   static_assert(kConsumers <= kMostParts && kWarpgroupRows == kPartRows);
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = consumer_registers(kConsumers, kProducerRegisters);
 
   static constexpr int kQueryTileBytes = kQuery * kQkDim * sizeof(Element);

@@ -1,7 +1,7 @@
 // The forward kernel: initialises the barriers and sends each warp to its role.
 //
 //   warpgroup 0   warp 0: loader (load.h)   one warp for each consumer: storer (store.h)
-//   the others    consumers (mainloop.h, softmax.h)
+//   the others    consumers (mainloop.h, of short tiles short_mainloop.h; softmax.h)
 //
 // CTAs are persistent and never wait for another CTA. placement/forward_tiles.h assigns query tiles to them.
 #pragma once
@@ -11,6 +11,7 @@
 #include "load.h"
 #include "mainloop.h"
 #include "params.h"
+#include "short_mainloop.h"
 #include "store.h"
 
 namespace dash_attn::forward {
@@ -35,7 +36,8 @@ __global__ void __launch_bounds__(Variant::kThreads, 1) forward_kernel(const __g
       Storer<Variant>(shared, params, warp - 1).run();
     }
   };
-  specialise_warps<Variant>(produce, [&] { Consumer<Variant>(shared, params).run(); });
+  using ConsumerOfTiles = std::conditional_t<Variant::kIsShort, ShortConsumer<Variant>, Consumer<Variant>>;
+  specialise_warps<Variant>(produce, [&]() __attribute__((always_inline)) { ConsumerOfTiles(shared, params).run(); });
 }
 
 }  // namespace dash_attn::forward

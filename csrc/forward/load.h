@@ -57,6 +57,9 @@ class Loader {
     return int(gridDim.x) + taken;
   }
 
+  // Whether a KV tile is found while the one before it is loaded. Slopes leave no registers for that.
+  static constexpr bool kFindsEarly = kHasPages && Variant::Score::kKind == ScoreKind::kPlain;
+
   struct Tile : AnnouncedTile {
     RowOrigin key_rows;
   };
@@ -105,17 +108,23 @@ class Loader {
     const bool k_first = Variant::kQueryStages == 1 && kv_tiles.count > 0;
     if (!k_first) { load_q(tile); }
     if (kv_tiles.count == 0) { return take_place(next_round); }
+    const auto find_before = [&](const KeyTile& found) {
+      return find(kFindsEarly ? max_int(kv_tiles.first, found.number - 1) : found.number - 1, tile);
+    };
     KeyTile kv_tile = find(kv_tiles.end() - 1, tile);
+    KeyTile next = kFindsEarly ? find_before(kv_tile) : kv_tile;
     prefetch_bits(tile, kv_tile.number);
     load_k(kv_tile, kv_head, tile);
     if (k_first) { load_q(tile); }
 #pragma unroll 1
     while (kv_tile.number > kv_tiles.first) {
-      const KeyTile next = find(kv_tile.number - 1, tile);
+      const KeyTile found = find_before(kFindsEarly ? next : kv_tile);
+      if constexpr (!kFindsEarly) { next = found; }
       prefetch_bits(tile, next.number);
       load_k(next, kv_head, tile);
       load_v(kv_tile, kv_head, tile);
       kv_tile = next;
+      if constexpr (kFindsEarly) { next = found; }
     }
     const int next_place = take_place(next_round);
     load_v(kv_tile, kv_head, tile);
@@ -206,7 +215,7 @@ class Loader {
     v_ = v_.next();
   }
 
-  // With pages, reads the page table, from global memory: called long before the rows are needed.
+  // With pages, reads the page table, from global memory: called before the rows are needed (kFindsEarly).
   __device__ __forceinline__ KeyTile find(int kv_tile, const Tile& tile) const {
     if constexpr (kHasPages) {
       const int lane = int(threadIdx.x) % 32, key = first_key_of_box(kv_tile, lane);
@@ -217,6 +226,12 @@ class Loader {
     }
   }
 
+  // Keys that one query tile alone reads, as in decoding, would drive what others read out of L2.
+  __device__ __forceinline__ uint64_t key_hint() const {
+    const QueryTileScheduler& scheduler = params_.scheduler;
+    return Variant::kIsShort && scheduler.query_tiles * scheduler.groups_per_kv == 1 ? kReadOnce : kKeepInL2;
+  }
+
   template <int kColumns>
   __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* place,
                                                 const KeyTile& kv_tile, int kv_head, const Tile& tile) {
@@ -225,7 +240,7 @@ class Loader {
       load_boxes<kColumns>(map, full, place, kv_tile, kv_head, tile.sequence.seqlen_k);
     } else {
       load_tile<Swizzle, Variant::kKey, kColumns>(map, full, place, tile.key_rows, kv_tile.number * Variant::kKey,
-                                                  kv_head, kKeepInL2);
+                                                  kv_head, key_hint());
     }
   }
 
@@ -250,7 +265,7 @@ class Loader {
 #pragma unroll
       for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
         ptx::load_box(place + column * Variant::kKey + i * PageTable::kBoxRows * Swizzle::kColumns, map,
-                      {column, kv_head, rows.first, rows.outer, rows.wrap}, &full, kKeepInL2);
+                      {column, kv_head, rows.first, rows.outer, rows.wrap}, &full, key_hint());
       }
     }
   }

@@ -92,7 +92,7 @@ class Consumer {
     }
   }
 
- private:
+ protected:  // ShortConsumer's too
   using Swizzle = typename Variant::Swizzle;
   using QueryRows = KMajor<Swizzle, Variant::kQuery>;  // Q as A of S
   using KeyRows = KMajor<Swizzle, Variant::kKey>;      // K as B of S

@@ -30,7 +30,8 @@ struct LargestScores {
   int of[kRowsPerThread] = {kMinusInfinity, kMinusInfinity};
 };
 
-// kFindsLargest: whether calls may ask for the largest scores.
+// kFindsLargest: whether calls may ask for the largest scores. Functions of a step with kRows = 1 leave out the thread's
+// second row, whose results then mean nothing.
 template <bool kFindsLargest>
 class OnlineSoftmax {
  public:
@@ -50,9 +51,9 @@ class OnlineSoftmax {
   //
   // The reference is the largest score so far, or a score up to kSlack below it: P up to 2^kSlack is as exact as P up
   // to 1, and after the first tiles few rows need a correction. Whether a row needs one depends on that row alone.
-  template <int kSize>
+  template <int kRows = kRowsPerThread, int kSize>
   __device__ __forceinline__ bool follow(const float (&s)[kSize], RowStatistic& correction, bool finds_largest) {
-    if (!may_move(s)) { return false; }
+    if (!may_move<kRows>(s)) { return false; }
     const bool corrects = move(s, correction);
     set_limits(finds_largest);
     return corrects;
@@ -75,20 +76,23 @@ class OnlineSoftmax {
   }
 
   // Turns scores into the exponents of P, scale score - reference, in base 2.
-  template <int kSize>
+  template <int kRows = kRowsPerThread, int kSize>
   __device__ __forceinline__ void subtract_reference(float (&s)[kSize]) const {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) { s[i] = fmaf(s[i], scale_log2_, -offset_[row_of(i)]); }
+    for (int i = 0; i < kSize; ++i) {
+      if (row_of(i) < kRows) { s[i] = fmaf(s[i], scale_log2_, -offset_[row_of(i)]); }
+    }
   }
 
   // Turns exponents into P and adds P to the row's sum. The earlier sum is corrected, as `follow` says, in the same
   // rounding as the first addition.
-  template <int kSize>
+  template <int kRows = kRowsPerThread, int kSize>
   __device__ __forceinline__ void exponentiate(float (&s)[kSize], bool corrects, const RowStatistic& correction) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      s[i] = ptx::exp2_approx(s[i]);
       const int row = row_of(i);
+      if (row >= kRows) { continue; }
+      s[i] = ptx::exp2_approx(s[i]);
       sum_[row] = i == 2 * row ? fmaf(sum_[row], corrects ? correction[row] : 1.f, s[i]) : sum_[row] + s[i];
     }
   }
@@ -149,10 +153,10 @@ class OnlineSoftmax {
   }
 
   // Raises `largest` to the scores' bits, as signed integers.
-  template <int kSize>
+  template <int kRows, int kSize>
   __device__ __forceinline__ bool reaches_limit(int (&largest)[kRowsPerThread], const float (&s)[kSize]) const {
     fold_bits(largest, s, ptx::max3);
-    return largest[0] >= int(limit_[0]) || largest[1] >= int(limit_[1]);
+    return largest[0] >= int(limit_[0]) || (kRows > 1 && largest[1] >= int(limit_[1]));
   }
 
   // Returns false only if no reference of the warp's rows moves, as in most tiles. This takes neither a maximum nor an
@@ -160,13 +164,13 @@ class OnlineSoftmax {
   // floats without a sign keep their order and lie above all floats with one. If a limit has a sign, the comparison is
   // unsigned: floats with a sign are then in reverse order and lie above all without one. With kFindsLargest the
   // comparison also finds the largest scores where no reference moves, in the same instructions.
-  template <int kSize>
+  template <int kRows, int kSize>
   __device__ __forceinline__ bool may_move(const float (&s)[kSize]) {
     bool may = false;
     if (__builtin_expect(limit_[0] >= kNoSign, false)) {  // then so are all limits of the warp
       uint32_t smallest[kRowsPerThread] = {UINT_MAX, UINT_MAX};
       fold_bits(smallest, s, ptx::min3);
-      may = smallest[0] <= limit_[0] || smallest[1] <= limit_[1];
+      may = smallest[0] <= limit_[0] || (kRows > 1 && smallest[1] <= limit_[1]);
       if constexpr (kFindsLargest) {
 #pragma unroll
         for (int row = 0; row < kRowsPerThread; ++row) {  // a score without a sign is left to `move`
@@ -174,10 +178,10 @@ class OnlineSoftmax {
         }
       }
     } else if constexpr (kFindsLargest) {
-      may = reaches_limit(largest_.of, s);
+      may = reaches_limit<kRows>(largest_.of, s);
     } else {
       int largest[kRowsPerThread] = {INT_MIN, INT_MIN};
-      may = reaches_limit(largest, s);
+      may = reaches_limit<kRows>(largest, s);
     }
     return __any_sync(0xffffffff, may);
   }

@@ -40,6 +40,16 @@ const ForwardKernel& forward_kernel_of(const ForwardArguments& a, const MaskRule
   no_kernel(a, mask, "forward", "");
 }
 
+const ForwardKernel* short_forward_kernel_of(const ForwardArguments& a, const MaskRule& mask) {
+#define DASH_SHORT_FORWARD_VARIANT(dtype, head_dims, mask_name, score)                          \
+  if (serves<dtype, Dims##head_dims, mask_name, score>(a, mask)) {                              \
+    return &compiled_forward<ForwardVariant<dtype, Dims##head_dims, mask_name, score, true>>(); \
+  }
+#include "built_variants.def"
+#undef DASH_SHORT_FORWARD_VARIANT
+  return nullptr;
+}
+
 const BackwardKernel& backward_kernel_of(const BackwardArguments& a, const MaskRule& mask) {
 #define DASH_BACKWARD_VARIANT(dtype, head_dims, mask_name, score, policies)                          \
   if (policies::contains(a.policy) && policies::kCarries == a.carries() &&                           \

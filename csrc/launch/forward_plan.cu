@@ -48,6 +48,21 @@ forward::QueryTileScheduler make_scheduler(const ForwardPlan& plan) {
   return s;
 }
 
+// Short tiles have a kernel of their own, which serves every mask as a window. Otherwise tiles of any height are served
+// by the kernel of the call's mask.
+const ForwardKernel* choose_kernel(ForwardPlan& plan) {
+  ForwardArguments& a = plan.call;
+  const forward::QueryTileScheduler& s = plan.params.scheduler;
+  if (s.tile_positions << s.group_shift == kWarpgroupRows && !a.needs_column_kernel() && s.first_is_short) {
+    const MaskRule window{MaskKind::kWindow, a.mask.as_window()};
+    if (const ForwardKernel* const kernel = short_forward_kernel_of(a, window)) {
+      a.mask = window;
+      return kernel;
+    }
+  }
+  return &forward_kernel_of(a, a.mask);
+}
+
 void make_tensor_maps(const ForwardArguments& a, const ForwardKernel& kernel, forward::KernelParams& params) {
   const int group_shift = params.scheduler.group_shift;
   const auto query_map = [&](const TensorView& t, int head_dim) {
@@ -73,7 +88,6 @@ ForwardPlan plan_forward(const ForwardArguments& call) {
   ForwardPlan plan{};
   ForwardArguments& a = plan.call = call;
   a.mask = kernel_mask(call, call.pages.exists(), call.needs_column_kernel());
-  plan.kernel = &forward_kernel_of(call, a.mask);
   if (a.is_pack()) {
     const PackRows rows = rows_of_sequences(a);
     // Calls with pages have the tiles of the caller's mask, not those of the window that their kernel sees: heads may
@@ -84,6 +98,7 @@ ForwardPlan plan_forward(const ForwardArguments& call) {
   }
   forward::KernelParams& params = plan.params;
   params.scheduler = make_scheduler(plan);
+  plan.kernel = choose_kernel(plan);
   make_tensor_maps(a, *plan.kernel, params);
   params.softmax_lse = a.softmax_lse;
   params.lse_head_stride = a.seqlen_q;

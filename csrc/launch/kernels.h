@@ -30,6 +30,9 @@ struct BackwardKernel {
 // The kernel of this build that serves a call under `mask`, the call's mask as kernels see it (kernel_mask). Throws
 // std::runtime_error if this build has none.
 const ForwardKernel& forward_kernel_of(const ForwardArguments& call, const MaskRule& mask);
+// The same for short query tiles (forward/short_mainloop.h); null if this build has none. The kernel of
+// `forward_kernel_of` has the same bits.
+const ForwardKernel* short_forward_kernel_of(const ForwardArguments& call, const MaskRule& mask);
 const BackwardKernel& backward_kernel_of(const BackwardArguments& call, const MaskRule& mask);
 
 }  // namespace dash_attn

@@ -79,9 +79,9 @@ using Dims192x128 = Dims<192, 128>;
 using Dims192 = Dims<192>;
 using Dims256 = Dims<256>;
 
-template <typename DtypeName, typename Dims, typename MaskName, typename ScoreName>
+template <typename DtypeName, typename Dims, typename MaskName, typename ScoreName, bool kIsShort = false>
 using ForwardVariant = forward::Variant<typename DtypeName::Element, Dims::kDims.qk, Dims::kDims.v, MaskName::kKind,
-                                        typename ScoreName::Score>;
+                                        typename ScoreName::Score, kIsShort>;
 
 template <typename DtypeName, typename Dims, typename MaskName, typename ScoreName, typename Policies>
 using BackwardVariant =
@@ -99,6 +99,10 @@ const BackwardKernel& compiled_backward();
 #define DASH_INSTANTIATE_FORWARD(dtype, head_dims, mask, score)         \
   template const dash_attn::ForwardKernel& dash_attn::compiled_forward< \
       dash_attn::ForwardVariant<dash_attn::dtype, dash_attn::Dims##head_dims, dash_attn::mask, dash_attn::score>>();
+#define DASH_INSTANTIATE_SHORT_FORWARD(dtype, head_dims, mask, score)                                               \
+  template const dash_attn::ForwardKernel&                                                                         \
+  dash_attn::compiled_forward<dash_attn::ForwardVariant<dash_attn::dtype, dash_attn::Dims##head_dims, dash_attn::mask, \
+                                                        dash_attn::score, true>>();
 #define DASH_INSTANTIATE_BACKWARD(dtype, head_dims, mask, score, policies)                           \
   template const dash_attn::BackwardKernel& dash_attn::compiled_backward<dash_attn::BackwardVariant< \
       dash_attn::dtype, dash_attn::Dims##head_dims, dash_attn::mask, dash_attn::score, dash_attn::policies>>();

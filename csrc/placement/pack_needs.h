@@ -100,9 +100,11 @@ struct ForwardPackRule {
 // may depend on it, because no bit depends on the layout. The device finds the number of tiles.
 constexpr ForwardPackRule forward_pack_rule(MaskRule const& mask, PackRows const& rows, int heads, int kv_heads,
                                             HeadDims dims, int ctas, bool drops) {
+  // A step of decoding gives every sequence as many queries, and then the mean is whole.
+  bool const is_whole = rows.total_q % rows.batch == 0;
   Sequence const mean{ceil_div(rows.total_q, rows.batch), ceil_div(rows.total_k, rows.batch)};
   forward::QueryTileScheduler scheduler =
-      forward::make_scheduler({mask_of(mask, mean), rows.batch, heads, kv_heads, dims, ctas, drops});
+      forward::make_scheduler({mask_of(mask, mean), rows.batch, heads, kv_heads, dims, ctas, drops, is_whole});
   scheduler.takes_tiles = true;
   return {mask, forward_tile_shape(padded_head_dims(dims.qk, dims.v)), scheduler};
 }

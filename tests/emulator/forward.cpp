@@ -63,6 +63,17 @@ class ForwardCall : emulator::Call<Element> {
     return *found;
   }
 
+  // The same for short query tiles, or null.
+  static const ForwardKernel* short_kernel_of(const ForwardArguments& a) {
+    using Dtype = emulator::DtypeOf<Element>;
+    if constexpr (EMULATED_DIMS::kDims.v < 256 && emulator::is_built<Dtype, Windowed, Plain>()) {
+      if (score_kind(a) == ScoreKind::kPlain) {
+        return &compiled_forward<ForwardVariant<Dtype, EMULATED_DIMS, Windowed, Plain, true>>();
+      }
+    }
+    return nullptr;
+  }
+
  private:
   // Puts the keys and values of a pack into pages, in no order and apart from each other. The rest is NaN.
   void put_into_pages(int page_rows) {
@@ -216,6 +227,10 @@ void require_self_check() {}
 
 const ForwardKernel& forward_kernel_of(const ForwardArguments& a, const MaskRule& mask) {
   return a.dtype == Dtype::kBFloat16 ? ForwardCall<bf16>::kernel_of(a, mask) : ForwardCall<fp16>::kernel_of(a, mask);
+}
+
+const ForwardKernel* short_forward_kernel_of(const ForwardArguments& a, const MaskRule&) {
+  return a.dtype == Dtype::kBFloat16 ? ForwardCall<bf16>::short_kernel_of(a) : ForwardCall<fp16>::short_kernel_of(a);
 }
 
 void launch_pack_plan(const ForwardPlan& plan, cudaStream_t) {
