@@ -39,7 +39,7 @@ struct Variant {
   static constexpr int kConsumers = kQuery / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
-  static_assert(kIsShort ? kConsumers == 1 : kConsumers == 2 || kConsumers == 3);
+  static_assert(kIsShort ? kConsumers == 1 && kValueDim <= 128 : kConsumers == 2 || kConsumers == 3);
   static_assert(kConsumers <= kMostParts && kWarpgroupRows == kPartRows);
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = consumer_registers(kConsumers, kProducerRegisters);
@@ -114,6 +114,12 @@ struct ColumnsOfTile {
   const HiddenQueries* keys;  // of its sequence, from the first one on
 };
 
+// What the loader of V has to know besides of an announced short query tile.
+template <typename Variant>
+struct KeyRowsOfTiles {
+  RowOrigin of[Variant::kTileSlots];
+};
+
 template <typename Variant>
 struct LoadedColumns {
   ColumnsOfTile of_tile[Variant::kTileSlots];
@@ -142,6 +148,7 @@ struct alignas(1024) SharedStorage {
   Barrier out_left[Variant::kConsumers];
 
   std::conditional_t<Variant::kHasColumns, LoadedColumns<Variant>, Empty> columns;
+  std::conditional_t<Variant::kIsShort, KeyRowsOfTiles<Variant>, Empty> key_rows;
 
   // The query tile whose Q is in that buffer.
   __device__ __forceinline__ AnnouncedTile& tile(RingIndex<Variant::kQueryStages> place) {
@@ -160,9 +167,10 @@ struct Arrivals {
   static constexpr int kConsumerWarps = Variant::kConsumerWarps;  // a lane of each warp whose products have completed
   static constexpr int kStagingWarps = kWarpgroupWarps;           // a lane of each warp that has staged its output
   // For each warpgroup: the storer, after the output has left the buffer, and every thread that has read the announced
-  // tile. The storers alone would do, since each has waited for a lane of all its warps, but racecheck does not follow
+  // tile, for short tiles also those of the loader of V. The storers alone would do, since each has waited for a lane of all its warps, but racecheck does not follow
   // that.
-  static constexpr int kDoneWithTile = Variant::kConsumers * (kWarpgroupThreads + (Variant::kOutputInValues ? 0 : 1));
+  static constexpr int kDoneWithTile =
+      Variant::kConsumers * (kWarpgroupThreads + (Variant::kOutputInValues ? 0 : 1)) + (Variant::kIsShort ? 32 : 0);
   static constexpr int kStorer = 1;
 };
 

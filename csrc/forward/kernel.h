@@ -1,6 +1,7 @@
 // The forward kernel: initialises the barriers and sends each warp to its role.
 //
 //   warpgroup 0   warp 0: loader (load.h)   one warp for each consumer: storer (store.h)
+//                 for short query tiles one more: loader of V
 //   the others    consumers (mainloop.h, of short tiles short_mainloop.h; softmax.h)
 //
 // CTAs are persistent and never wait for another CTA. placement/forward_tiles.h assigns query tiles to them.
@@ -26,12 +27,19 @@ __global__ void __launch_bounds__(Variant::kThreads, 1) forward_kernel(const __g
   const auto produce = [&](int warp) {
     static_assert(Variant::kConsumers < kWarpgroupWarps);
     const bool leads = ptx::elect_one();
+    constexpr Loads kFirst = Variant::kIsShort ? Loads::kAllButV : Loads::kAll;
     if constexpr (kMayHavePages<Variant>) {
-      if (warp == 0 && params.pages.exists()) { return Loader<Variant, true>(shared, params, leads).run(); }
+      if (warp == 0 && params.pages.exists()) { return Loader<Variant, true, kFirst>(shared, params, leads).run(); }
+    }
+    if constexpr (Variant::kIsShort) {
+      if (warp == Variant::kConsumers + 1) {
+        if (params.pages.exists()) { return Loader<Variant, true, Loads::kV>(shared, params, leads).run(); }
+        return Loader<Variant, false, Loads::kV>(shared, params, leads).run();
+      }
     }
     if (!leads) { return; }
     if (warp == 0) {
-      Loader<Variant>(shared, params, leads).run();
+      Loader<Variant, false, kFirst>(shared, params, leads).run();
     } else if (warp <= Variant::kConsumers) {
       Storer<Variant>(shared, params, warp - 1).run();
     }

@@ -1,6 +1,7 @@
 // The loader: one thread that loads Q, K and V by TMA. It goes through KV tiles from the last to the first, so that
 // masked tiles, which are the last ones, come before the loop. Where keys lie in pages, the loader is a warp: each lane
-// looks up the page of one box of a KV tile, and one lane does all else.
+// looks up the page of one box of a KV tile, and one lane does all else. For short query tiles, whose KV tiles follow
+// each other fast, another warp loads V.
 //
 //   order of loads in a tile:   Q  K(n-1)   K(n-2)  V(n-1)   K(n-3)  V(n-2)   ...   K(0)  V(1)   V(0)
 //   (the order in which they are used: S runs one step ahead of P V)
@@ -18,20 +19,24 @@ namespace dash_attn::forward {
 template <typename Variant>
 constexpr bool kMayHavePages = Variant::kMask == MaskKind::kWindow && !Variant::Score::kDrops;
 
+// What a loader loads.
+enum class Loads { kAll, kAllButV, kV };
+
 // Each query tile of the heads that share K and V reads them once. Q is read once in all.
-template <typename Variant, bool kHasPages = false>
+template <typename Variant, bool kHasPages = false, Loads kLoads = Loads::kAll>
 class Loader {
  public:
   using Element = typename Variant::Element;
   using Shared = SharedStorage<Variant>;
   using Barrier = TransactionBarrier;
 
-  // `leads`: with pages, whether this lane does what one lane does for its warp. Must come from elect_one, because the
+  // `leads`: of a loader that is a warp, whether this lane does what one lane does for its warp. Must come from elect_one, because the
   // compiler then knows that no other lane runs such code.
   __device__ Loader(Shared& shared, const KernelParams& params, bool leads)
       : shared_(shared), params_(params), leads_(leads) {}
 
   __device__ void run() {
+    if constexpr (kLoads == Loads::kV) { return load_announced_values(); }
     const PackView& pack = params_.pack;
     const QueryTileScheduler& scheduler = params_.scheduler;
     const int places = pack.is_pack() ? pack.totals->units * scheduler.head_groups : scheduler.num_tiles;
@@ -42,10 +47,11 @@ class Loader {
   }
 
  private:
+  static constexpr bool kIsWarp = kHasPages || kLoads == Loads::kV;
   using Swizzle = typename Variant::Swizzle;
   using Ring = RingIndex<Variant::kStages>;
 
-  __device__ __forceinline__ bool leads() const { return !kHasPages || leads_; }
+  __device__ __forceinline__ bool leads() const { return !kIsWarp || leads_; }
 
   // The place in the list of the CTA's tile number `round`. Calls with pages are packs, whose places come from the
   // counter; the reduction keeps the lanes together even where a tile has no keys.
@@ -131,6 +137,27 @@ class Loader {
     return next_place;
   }
 
+  // Loads V of the query tiles that the loader of K announces.
+  __device__ __forceinline__ void load_announced_values() {
+    for (;; q_ = q_.next()) {
+      const int end = wait_for_tile(shared_, q_);
+      if (end == kNoMoreTiles) { return; }
+      const Tile tile{shared_.tile(q_), shared_.key_rows.of[q_.count % Variant::kTileSlots]};
+      const Range kv_tiles = kv_tiles_of_query_tile<Variant>(params_, tile.sequence, end);
+      const int kv_head = params_.scheduler.kv_head(tile.head_group);
+      if (kv_tiles.count > 0) {
+        KeyTile next = find(kv_tiles.end() - 1, tile);
+#pragma unroll 1
+        for (int count = kv_tiles.count; count > 0; --count) {
+          const KeyTile kv_tile = next;
+          next = find(max_int(kv_tiles.first, kv_tile.number - 1), tile);
+          load_v(kv_tile, kv_head, tile);
+        }
+      }
+      shared_.q_empty[q_.slot()].arrive();
+    }
+  }
+
   // The same under a mask by key columns, in the same order.
   __device__ __forceinline__ int load_live_tiles(const Tile& tile, int next_round) {
     const int kv_head = params_.scheduler.kv_head(tile.head_group);
@@ -167,10 +194,13 @@ class Loader {
     return kv_tile;
   }
 
-  __device__ __forceinline__ void load_q(const AnnouncedTile& tile) {
+  __device__ __forceinline__ void load_q(const Tile& tile) {
     Barrier& full = announce(tile);
     if constexpr (Variant::kHasColumns) {
       shared_.columns_of(q_) = announced_;
+    }
+    if constexpr (Variant::kIsShort) {
+      if (leads()) { shared_.key_rows.of[q_.count % Variant::kTileSlots] = tile.key_rows; }
     }
     Element* rows = shared_.q[q_.slot()];
     q_ = q_.next();
@@ -205,6 +235,7 @@ class Loader {
   }
 
   __device__ __forceinline__ void load_v(const KeyTile& kv_tile, int kv_head, const Tile& tile) {
+    if constexpr (kLoads == Loads::kAllButV) { return; }
     if constexpr (Variant::kOutputInValues) {
       // The outputs of the previous query tile: q_ is one ahead.
       for (auto& left : shared_.out_left) { left.wait(q_.previous().empty_parity()); }
@@ -238,7 +269,7 @@ class Loader {
     if (leads()) { full.arrive_and_expect_tx(Variant::kKey * kColumns * sizeof(Element)); }
     if constexpr (kHasPages) {
       load_boxes<kColumns>(map, full, place, kv_tile, kv_head, tile.sequence.seqlen_k);
-    } else {
+    } else if (leads()) {
       load_tile<Swizzle, Variant::kKey, kColumns>(map, full, place, tile.key_rows, kv_tile.number * Variant::kKey,
                                                   kv_head, key_hint());
     }

@@ -36,6 +36,23 @@ struct BiasOf {
   }
 };
 
+// Hides the keys of a KV tile that are after the last one that a row sees. With kRows = 1 leaves out the second row of
+// each thread.
+template <int kRows, typename Variant, int kSize>
+__device__ __forceinline__ void hide_keys_after(float (&s)[kSize], const WarpgroupRows<Variant>& rows,
+                                                const KernelParams& params, int kv_tile, int thread) {
+  const Mask mask = rows.mask(params);
+  const int column = kv_tile * Variant::kKey + fragment_column(thread, 0);
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    const int end = mask.keys_of(rows.position(params, thread, row)).end();
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (row_of(i) == row && fragment_column(0, i) >= end - column) { s[i] = -INFINITY; }
+    }
+  }
+}
+
 // Hides the keys of a KV tile that the rows do not see, but for those that columns hide.
 template <typename Variant, int kSize>
 __device__ __forceinline__ void hide_tile(float (&s)[kSize], const WarpgroupRows<Variant>& rows,
@@ -45,14 +62,7 @@ __device__ __forceinline__ void hide_tile(float (&s)[kSize], const WarpgroupRows
   // Under a window few tiles are cut on both sides.
   const bool is_window = !starts_at_first_key(mask.kind);
   if (!is_window || first_key + Variant::kKey > mask.keys_of(rows.first_position).end()) {
-#pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) {
-      const int end = mask.keys_of(rows.position(params, thread, row)).end();
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        if (row_of(i) == row && fragment_column(0, i) >= end - column) { s[i] = -INFINITY; }
-      }
-    }
+    hide_keys_after<kRowsPerThread>(s, rows, params, kv_tile, thread);
   }
   if (is_window && first_key < mask.keys_of(rows.last_position(params)).first) {
 #pragma unroll

@@ -2,11 +2,11 @@
 // those of mainloop.h, in the same order, and so are their bits. No other warpgroup's products fill the time in which
 // this one computes, so the scores of a KV tile are computed while the previous tile's are exponentiated:
 //
-//   tensor cores:   | S(j-1)  P(j+1) V(j+1)                                    |
-//   threads:        | reference, P(j)           | wait | O *= correction(j) if any, round P(j) |
+//   tensor cores:   | P(j+1) V(j+1)     S(j-1)                                 |
+//   threads:        | wait for S(j)   reference, P(j) | wait for P V | O *= correction(j) if any, round P(j) |
 //
-// Threads are then what takes the longest. A thread has two rows of the tile. When decoding, the second one often does
-// not exist and is left out.
+// The threads then take about as long as the tensor cores. A thread has two rows of the tile. In decoding, the second
+// one often does not exist and is left out.
 #pragma once
 
 #include "mainloop.h"
@@ -38,7 +38,7 @@ class ShortConsumer : Consumer<Variant> {
       Softmax softmax(this->params_.score);
       clear(out);
       if (rows.kv.count > 0) {
-        const int positions = min_int(end, sequence.seqlen_q) - rows.first_position;
+        const int positions = rows.last_position(this->params_) + 1 - rows.first_position;
         if (positions << this->params_.scheduler.group_shift <= kRowsOfFirst) {
           walk<1>(out, softmax, rows);
         } else {
@@ -52,7 +52,8 @@ class ShortConsumer : Consumer<Variant> {
  private:
   static constexpr int kRowsOfFirst = 8;  // the tile's rows that are a thread's first row
 
-  // Walks the KV tiles of the rows from the last to the first. The rows see every key before the first masked one.
+  // Walks the KV tiles of the rows from the last to the first. The rows see every key before the first tile that is not
+  // seen whole: calls with other masks have no short tiles.
   template <int kRows>
   __device__ __forceinline__ void walk(Output& out, Softmax& softmax, const Rows& rows) {
     PackedScores p;
@@ -94,7 +95,7 @@ class ShortConsumer : Consumer<Variant> {
     this->issue_s(s);
     wait_products<0>();
     this->release_k(s);
-    if (masked) { hide_keys_after<kRows>(s, rows, rows.kv.end() - 1); }
+    if (masked) { hide_keys_after<kRows>(s, rows, this->params_, rows.kv.end() - 1, this->thread_); }
     softmax.start(s);
     softmax.template subtract_reference<kRows>(s);
     softmax.template exponentiate<kRows>(s, false, {});
@@ -103,29 +104,18 @@ class ShortConsumer : Consumer<Variant> {
     pack_slices<typename Base::Element>(p, s);
   }
 
-  // Hides the keys of a KV tile that are after the last one that a row sees.
-  template <int kRows>
-  __device__ __forceinline__ void hide_keys_after(Scores& s, const Rows& rows, int kv_tile) const {
-    const int column = kv_tile * Variant::kKey + fragment_column(this->thread_, 0);
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      const int end = rows.mask(this->params_).keys_of(rows.position(this->params_, this->thread_, row)).end();
-#pragma unroll
-      for (int i = 0; i < Base::kScoreRegisters; ++i) {
-        if (row_of(i) == row && fragment_column(0, i) >= end - column) { s[i] = -INFINITY; }
-      }
-    }
-  }
-
   // `s`: the products of the rows with the keys of a KV tile, which are being computed. `ahead` becomes those with the
   // next one, if there is one.
   template <int kRows>
-  __device__ __forceinline__ void step_ahead(Output& out, PackedScores& p, Softmax& softmax, Scores& s, Scores& ahead,
-                                       bool has_next) {
+  __device__ __forceinline__ void step_ahead(Output& out, PackedScores& p, Softmax& softmax, Scores& s,
+                                             Scores& ahead, bool has_next) {
     this->issue_out(out, p);
     const auto k = this->k_;
-    if (has_next) { this->k_ = k.next(); this->wait_for_k(); }
-    this->issue_s(ahead);
+    if (has_next) {
+      this->k_ = k.next();
+      this->wait_for_k();
+    }
+    this->issue_s(ahead);  // without a next one again those with this K: ptxas serializes products that are conditional
     wait_products<2>();
     fence_operand(s);
     if (has_next) { arrive_once(this->shared_.k_empty[k.slot()]); }

@@ -141,8 +141,8 @@ constexpr int64_t estimated_time(ForwardProblem const& p, QueryTileScheduler con
   return share <= rounds ? rounds : share + longest / 2;
 }
 
-// Gives `s` tiles of the rows of all warpgroups, or of fewer if that would leave CTAs idle or unevenly loaded, or if a
-// sequence has no more rows than one warpgroup. Kernels with two consumers otherwise use both.
+// Gives `s` tiles of the rows of all three warpgroups, or of fewer if that would leave CTAs idle or unevenly loaded, or
+// if sequences have no more rows. Two-consumer kernels always use both warpgroups.
 constexpr void cut_into_tiles(ForwardProblem const& p, TileShape const& tile, QueryTileScheduler& s) {
   constexpr int kMostWarpgroups = sizeof(kCostOfWarpgroups) / sizeof(int);
   // If each CTA has this many tiles, one more or less matters little; and the host would take long to examine heads
@@ -157,11 +157,11 @@ constexpr void cut_into_tiles(ForwardProblem const& p, TileShape const& tile, Qu
   // A warpgroup may walk KV tiles for other rows of its query tile, so which rows share one must follow from the
   // sequence.
   if (p.mask.kind == MaskKind::kColumns) return;
+  if (tile.query != kMostWarpgroups * kWarpgroupRowsOfTile) return;
   if (p.has_equal_lengths && s.sequence.seqlen_q <= s.positions_in(kWarpgroupRowsOfTile)) {
     s = cut(s, kWarpgroupRowsOfTile);
     return;
   }
-  if (tile.query != kMostWarpgroups * kWarpgroupRowsOfTile) return;
   if (num_tiles(s) >= int64_t{kManyTilesOfCta} * p.ctas || s.query_tiles >= kManyTilesOfHead) return;
   int64_t shortest = estimated_time(p, s, tile.key);
   for (int rows = tile.query - kWarpgroupRowsOfTile; rows > 0; rows -= kWarpgroupRowsOfTile) {

@@ -66,7 +66,7 @@ class ForwardCall : emulator::Call<Element> {
   // The same for short query tiles, or null.
   static const ForwardKernel* short_kernel_of(const ForwardArguments& a) {
     using Dtype = emulator::DtypeOf<Element>;
-    if constexpr (EMULATED_DIMS::kDims.v < 256 && emulator::is_built<Dtype, Windowed, Plain>()) {
+    if constexpr (EMULATED_DIMS::kDims.v <= 128 && emulator::is_built<Dtype, Windowed, Plain>()) {
       if (score_kind(a) == ScoreKind::kPlain) {
         return &compiled_forward<ForwardVariant<Dtype, EMULATED_DIMS, Windowed, Plain, true>>();
       }

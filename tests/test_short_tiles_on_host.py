@@ -1,0 +1,86 @@
+"""The forward kernels for short query tiles on the host (emulation.py), beside those for tall ones. No GPU is needed."""
+
+import emulation
+import pytest
+
+pytestmark = pytest.mark.slow
+
+MACHINES = ((3, 0), (132, 1), (132, 2))  # SMs, which decide how many rows a tile has; the order of turns
+ROWS = ("64", "96", "128", "192x128")
+# Calls with few keys, of which these tests are, otherwise have short tiles only where keys lie in pages.
+FEW_KEYS_SUFFICE = ("launch/forward_plan.cu", "kEnoughKeys = 2048", "kEnoughKeys = 0")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """{row of the table: (a program that has short tiles only for pages, one that has them wherever it can)}."""
+    pairs = []
+    for changes in ((), (FEW_KEYS_SUFFICE,)):
+        folder = tmp_path_factory.mktemp("short")
+        pairs.append(emulation.build_rows(emulation.source(folder, *changes), ["forward.cpp"], folder, ROWS))
+    return {row: tuple(pair[row] for pair in pairs) for row in ROWS}
+
+
+CALLS = [
+    # A row of each of eight heads, which are the first rows of threads, of sixteen, and of one.
+    dict(mask="causal", batch=2, seqlen_q=1, seqlen_k=777, heads=8, kv_heads=1),
+    dict(mask="causal", seqlen_q=1, seqlen_k=641, heads=16, kv_heads=1, sinks=1),
+    dict(mask="full", batch=3, seqlen_q=1, seqlen_k=160),
+    dict(mask="causal", seqlen_q=5, seqlen_k=1030, heads=4, kv_heads=1, dtype="fp16"),
+    # All numbers of KV tiles from one to five, and a query without a key.
+    *(dict(mask="causal", seqlen_q=2, seqlen_k=keys, heads=4, kv_heads=2) for keys in (1, 64, 129, 257, 385, 513)),
+    # Tiles of one head's rows: of one tile, and a first one that reaches into the next.
+    dict(mask="causal", seqlen_q=64, seqlen_k=500), dict(mask="causal", seqlen_q=72, seqlen_k=900),
+    dict(mask="full", seqlen_q=133, seqlen_k=700), dict(mask="causal", seqlen_q=300, seqlen_k=300),
+    # Scores that climb from tile to tile, that are not numbers and that are infinite.
+    dict(mask="causal", seqlen_q=3, seqlen_k=800, climb=1000, climb_keys=80, scale=0.02),
+    dict(mask="full", seqlen_q=20, seqlen_k=500, nan_query=7), dict(seqlen_q=40, seqlen_k=500, scale=4),
+    dict(mask="causal", seqlen_q=4, seqlen_k=600, infinite_key=160, infinite_keys=128),
+    dict(mask="causal", pack="1:250,5:400,200:0,0:7,64:64,1:129", heads=8, kv_heads=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_short_tiles_have_the_bits_of_tall_ones(programs, row, call):
+    tall, short = programs[row]
+    assert emulation.check(short, MACHINES, **call) == emulation.check(tall, MACHINES[:1], **call)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_pages(programs, row):
+    tall, short = programs[row]
+    call = dict(mask="causal", pack="1:850,1:400,1:0,1:7,1:64,1:1290", heads=8, kv_heads=1)
+    expected = emulation.check(tall, MACHINES[:1], **call)
+    for page_rows in (16, 64):
+        assert emulation.check(short, MACHINES, page_rows=page_rows, **call) == expected
+
+
+NOBODY, WRONG = "nobody can go on", " is "
+DECODE = dict(mask="causal", seqlen_q=1, seqlen_k=1000, heads=8, kv_heads=1)
+SHORT = "forward/short_mainloop.h"
+FAULTS = [
+    # Rows that the next tile has too, but that this one leaves out.
+    ("rows.last_position(this->params_) + 1", "min_int(end, sequence.seqlen_q)", SHORT, WRONG,
+     DECODE | dict(seqlen_q=72, heads=1)),
+    # A K that is released before its product has completed, and one that never is.
+    ("    wait_products<2>();\n    fence_operand(s);\n    if (has_next) { arrive_once(this->shared_.k_empty[k.slot()]); }",
+     "    if (has_next) { arrive_once(this->shared_.k_empty[k.slot()]); }\n    wait_products<2>();\n    fence_operand(s);",
+     SHORT, WRONG, DECODE),
+    ("      arrive_once(this->shared_.k_empty[this->k_.slot()]);\n", "", SHORT, NOBODY, DECODE | dict(batch=8, sms=3)),
+    # Scores that are read while they are computed, and P that changes while its product reads it.
+    ("wait_products<2>();", "wait_products<3>();", SHORT, WRONG, DECODE),
+    ("wait_products<1>();", "wait_products<2>();", SHORT, "a register", DECODE),
+    # A mask that is left out.
+    ("if (masked) {", "if (false) {", SHORT, WRONG, DECODE | dict(seqlen_k=90)),
+    # A loader of V that gives no tile back.
+    ("      shared_.q_empty[q_.slot()].arrive();\n", "", "forward/load.h", NOBODY, DECODE | dict(batch=8, sms=3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("right, wrong, file, message, call", FAULTS, ids=range(len(FAULTS)))
+def test_faults_are_found(tmp_path, right, wrong, file, message, call):
+    csrc = emulation.source(tmp_path, FEW_KEYS_SUFFICE, (file, right, wrong))
+    program = emulation.build(csrc, ["forward.cpp"], "128", tmp_path / "forward", only=dict(mask="window"))
+    results = [emulation.run(program, **{"sms": 2, **call, "seed": seed}) for seed in range(4)]
+    assert any(result.returncode != 0 and message in result.stdout for result in results), results
