@@ -15,8 +15,8 @@ class Filled:
 
 
 FORMS = (
-    "plain", "strided", "heads_first", "larger", "indexed", "left_padded", "paged", "paged_left_padded",
-    "paged_indexed",
+    "plain", "strided", "heads_first", "larger", "indexed", "left_padded", "indexed_left_padded", "paged",
+    "paged_left_padded", "paged_indexed", "paged_indexed_left_padded",
 )  # fmt: skip
 
 
@@ -29,11 +29,11 @@ def fill(form, keys, values, capacity, *, block_size=16, poison=torch.nan):
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     arguments = {}
-    pads = [(3 * b + 2) % 7 if form.endswith("left_padded") else 0 for b in range(batch)]
-    if form.endswith("left_padded"):
+    pads = [(3 * b + 2) % 7 if "left_padded" in form else 0 for b in range(batch)]
+    if "left_padded" in form:
         arguments["cache_leftpad"] = int32(pads)
     rows = list(range(batch))
-    if form.endswith("indexed"):
+    if "indexed" in form:
         rows = [2 * (batch - 1 - b) for b in range(batch)]
         arguments["cache_batch_idx"] = int32(rows)
     caches = []
@@ -53,7 +53,7 @@ def fill(form, keys, values, capacity, *, block_size=16, poison=torch.nan):
         return Filled(*caches, arguments | {"cache_seqlens": int32([n + p for n, p in zip(lengths, pads)])})
     for contents in (keys, values):
         heads, head_dim = contents[0].shape[1:]
-        sequences = 2 * batch if form in ("indexed", "larger") else batch
+        sequences = 2 * batch if "indexed" in form or form == "larger" else batch
         if form == "heads_first":
             cache = contents[0].new_full((sequences, heads, capacity + 7, head_dim), poison).transpose(1, 2)
         elif form == "strided":
@@ -64,3 +64,14 @@ def fill(form, keys, values, capacity, *, block_size=16, poison=torch.nan):
             cache[row, pad : pad + len(sequence)] = sequence
         caches.append(cache)
     return Filled(*caches, arguments | {"cache_seqlens": int32([n + p for n, p in zip(lengths, pads)])})
+
+
+def turned(x, positions, factors, interleaved):
+    """Rotation by complex numbers in float64. x: (rows, heads, head_dim); positions: (rows,), rows of the complex
+    factors."""
+    dim = 2 * factors.shape[1]
+    pairs = x[..., :dim].double()
+    pairs = pairs.unflatten(-1, (-1, 2)) if interleaved else pairs.unflatten(-1, (2, -1)).transpose(-1, -2)
+    result = torch.view_as_real(torch.complex(pairs[..., 0], pairs[..., 1]) * factors[positions][:, None])
+    result = result.flatten(-2) if interleaved else result.transpose(-1, -2).flatten(-2)
+    return torch.cat((result, x[..., dim:].double()), dim=-1)

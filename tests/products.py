@@ -11,7 +11,12 @@ CASES = 5  # of a test that `make test` runs
 def pairwise(*parameters: Collection) -> list[tuple]:
     """Few cases in which every value of a parameter meets every value of every other: enough where what can go wrong
     depends on two parameters at most."""
-    candidates = [(case, set(_pairs(case))) for case in itertools.product(*parameters)]
+    return covering(itertools.product(*parameters))
+
+
+def covering(cases: Iterable[tuple]) -> list[tuple]:
+    """Few of the cases, which still have every pair of values that occurs together in any of them."""
+    candidates = [(case, set(_pairs(case))) for case in cases]
     missing = set().union(*(pairs for _, pairs in candidates))
     found = []
     while missing:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cache_support import FORMS, fill
+from cache_support import FORMS, fill, turned
 from float64_reference import Scores, attention_float64, attention_in_dtype, visible_keys
 
 import dash_attn
@@ -279,17 +279,6 @@ def test_negative_indices_do_not_wrap_round(form, name, appends):
     assert torch.equal(cache.k_cache, before.k_cache) and torch.equal(cache.v_cache, before.v_cache)
 
 
-def turned(x, positions, angles, interleaved):
-    """Rotation by complex numbers in float64. x: (rows, heads, head_dim), positions: (rows,)."""
-    dim = 2 * angles.shape[1]
-    pairs = x[..., :dim].double()
-    pairs = pairs.unflatten(-1, (-1, 2)) if interleaved else pairs.unflatten(-1, (2, -1)).transpose(-1, -2)
-    factors = torch.polar(torch.ones_like(angles), angles)[positions][:, None]
-    result = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * factors)
-    result = result.flatten(-2) if interleaved else result.transpose(-1, -2).flatten(-2)
-    return torch.cat((result, x[..., dim:].double()), dim=-1)
-
-
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (9, 9)}, {"attention_chunk": 16}], ids=str)
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("is_pack", [False, True])
@@ -299,14 +288,14 @@ def test_rotation(mask, interleaved, is_pack, own_positions):
     keys, values = sequences()
     cache, q = fill("left_padded", keys, values, CAPACITY), queries()
     angles = torch.randn(70, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    angles = torch.atan2(angles.sin().bfloat16().double(), angles.cos().bfloat16().double())
-    cos, sin = angles.cos().float(), angles.sin().float()
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    factors = torch.complex(cos.double(), sin.double())
     new_k, new_v = randn(4, SEQLEN_Q, KV_HEADS, HEAD_DIM, seed=5), randn(4, SEQLEN_Q, KV_HEADS, VALUE_DIM, seed=6)
     starts = cache.arguments["cache_seqlens"].clone()
     places = (starts if own_positions is None else int32(*own_positions)).long()
     steps = torch.arange(SEQLEN_Q)
-    turned_k = torch.stack([turned(x, p + steps, angles, interleaved) for x, p in zip(new_k, places)])
-    turned_q = torch.stack([turned(x, p + steps * bool(mask), angles, interleaved) for x, p in zip(q, places)])
+    turned_k = torch.stack([turned(x, p + steps, factors, interleaved) for x, p in zip(new_k, places)])
+    turned_q = torch.stack([turned(x, p + steps * bool(mask), factors, interleaved) for x, p in zip(q, places)])
     own = {} if own_positions is None else {"rotary_seqlens": int32(*own_positions)}
     if own or is_pack or "attention_chunk" in mask:
         offsets = {"cu_seqlens_q": int32(0, 3, 6, 9, 12), "max_seqlen_q": 3} if is_pack else {}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from dropout_float64 import gradients
 from float64_reference import PLAIN, Scores
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 from torch.utils.checkpoint import checkpoint
 
 from dash_attn import (
@@ -279,6 +279,17 @@ def test_probabilities_of_a_pack_are_refused_in_a_capture(monkeypatch):
         flash_attn_varlen_func(q, q, q, offsets, offsets, 40, 40, dropout_p=0.2)
     cpu, offsets = torch.zeros(80, 4, 64, dtype=BF16), torch.tensor([0, 40, 80], dtype=torch.int32)
     flash_attn_varlen_func(cpu, cpu, cpu, offsets, offsets, 40, 40, **of)
+
+
+def test_the_op_refuses_scores_that_no_kernel_combines_with_dropout_while_a_graph_is_traced():
+    """FakeTensorMode raises an error of its own when an op raises NotImplementedError."""
+    with FakeTensorMode():
+        q, state = torch.empty(2, 9, 4, 64, dtype=BF16, device="cuda"), torch.empty(2, dtype=torch.int64, device="cuda")
+        arguments = (q, q, q, None, None, None, None, 0.2, True, -1, -1, 0)
+        torch.ops.dash_attn.forward.default(*arguments, rng_state=state, dropout_p=0.1)
+        with pytest.raises(UnsupportedOperatorException) as raised:
+            torch.ops.dash_attn.forward.default(*arguments, rng_state=state, dropout_p=0.1, softcap=2.0)
+    assert "dropout_p must be 0.0 with softcap or alibi_slopes on a GPU" in str(raised.value.__context__)
 
 
 def test_bits_of_probability_zero_change_nothing():

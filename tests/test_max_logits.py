@@ -7,6 +7,7 @@ import torch
 from float64_reference import PLAIN, Scores, visible_keys
 from interface_support import FUNCTIONS, VARLEN_FUNCTIONS, assert_same_bits, inputs_of, qkv_tensors
 from pack_support import Pack, int32
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func, masks
 
@@ -227,3 +228,33 @@ def test_transforms_are_refused():
     message = r"return_max_logits must be False \(transforms of torch.func are not supported with it\), got True"
     with pytest.raises(NotImplementedError, match=message):
         torch.vmap(lambda *x: flash_attn_func(*x, return_max_logits=True))(q[None], k[None], v[None])
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "softcap", "dropout"])
+def test_scores_that_a_gpu_does_not_support_raise_while_a_graph_is_traced(name):
+    """torch.compile traces with FakeTensors, which stand for tensors of a device without being on it."""
+
+    def call(device):
+        q = torch.empty(2, 9, 4, 32, dtype=torch.bfloat16, device=device)
+        given = {
+            "alibi_slopes": {"alibi_slopes": torch.ones(4, device=device)}, "softcap": {"softcap": 2.0},
+            "dropout": {"dropout_p": 0.1},
+        }[name]  # fmt: skip
+        return flash_attn_func(q, q, q, return_max_logits=True, **given)
+
+    with FakeTensorMode():
+        assert call("cpu")[1].shape == (2, 4)
+        message = f"^return_max_logits must be False with {name} on a GPU, got True"
+        with pytest.raises(NotImplementedError, match=message):
+            call("cuda")
+
+
+def test_the_op_checks_scores_without_values():
+    """FakeTensorMode raises an error of its own when an op raises NotImplementedError."""
+    with FakeTensorMode():
+        q = torch.empty(2, 9, 4, 32, dtype=torch.bfloat16, device="cuda")
+        arguments = (q, q, q, None, None, None, None, 0.2, True, -1, -1, 0)
+        torch.ops.dash_attn.forward_and_max_logits.default(*arguments)
+        with pytest.raises(UnsupportedOperatorException) as raised:
+            torch.ops.dash_attn.forward_and_max_logits.default(*arguments, softcap=2.0)
+    assert str(raised.value.__context__) == "return_max_logits must be False with softcap on a GPU, got True"

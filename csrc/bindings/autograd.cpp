@@ -169,6 +169,7 @@ Result attention(variable_list packed, PackTensors pack, std::optional<SymInt> n
       check_dropout(dropout.of_backward(), scores, operands.q, operands.k, options.pack);
     }
   }
+  if constexpr (kHasMaxLogits<Result>) { check_max_logits(packed.front(), scores, dropout.p); }
   if (scores.exist()) {
     check_scores(scores, "learnable_sink (s_aux)", unpack(packed, options.num_heads_q).q, options.pack,
                  options.softmax_scale);

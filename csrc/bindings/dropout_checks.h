@@ -94,7 +94,7 @@ inline void check_dropout(const DropoutArguments& given, const ScoreArguments& s
                     "dropout_p must be above 0 and below 1 in fp32 where dropout_bits or rng_state is given, got ",
                     number_text(given.p));
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !q.is_cuda() || (!scores.alibi_slopes && scores.softcap == 0),
+      !is_for_gpu(q) || (!scores.alibi_slopes && scores.softcap == 0),
       "dropout_p must be 0.0 with softcap or alibi_slopes on a GPU (no kernel combines them), got ",
       number_text(given.p));
   TORCH_CHECK_VALUE(given.bits.has_value() != given.rng_state.has_value(),

@@ -91,6 +91,12 @@ inline constexpr PackNames kPackNames = {"cu_seqlens_q", "cu_seqlens_k", "sequse
 // The start of a tensor's shape.
 inline const char* lengths_text(bool is_pack) { return is_pack ? "(total, " : "(batch, seqlen, "; }
 
+// Whether the tensor is on a GPU or, as a FakeTensor of torch.compile, stands for one that is. In a meta kernel the
+// device of a FakeTensor is meta, but its dispatch keys still name the other device.
+inline bool is_for_gpu(const Tensor& tensor) {
+  return tensor.key_set().has_backend(c10::BackendComponent::CUDABit);
+}
+
 // `inner`: the `inner_rank` dimensions after the lengths.
 inline void check_tensor(const char* name, const Tensor& tensor, const char* inner, int64_t inner_rank, bool is_pack) {
   const int64_t length_rank = is_pack ? 1 : 2;

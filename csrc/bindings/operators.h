@@ -63,7 +63,7 @@ inline void check_max_logits(const Tensor& q, const ScoreArguments& scores, doub
                                : scores.softcap > 0 ? "softcap"
                                : dropout_p != 0     ? "dropout"
                                                     : nullptr;
-  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda() || !excluded, "return_max_logits must be False with ", excluded,
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_for_gpu(q) || !excluded, "return_max_logits must be False with ", excluded,
                               " on a GPU, got True");
 }
 
@@ -236,6 +236,7 @@ Result forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Pac
   check_operands(q, k, v, pack, scores, softmax_scale, mask, sm_margin);
   check_dropout(dropout, scores, q, k, pack);
   check_columns(columns, q, k, pack, mask, scores, dropout.p);
+  if constexpr (kHasMaxLogits<Result>) { check_max_logits(q, scores, dropout.p); }
   const auto sizes = lse_sizes(q.sym_sizes());
   const auto of_floats = q.options().dtype(at::kFloat);
   const Tensor out = at::empty_symint(out_sizes(q.sym_sizes(), v.sym_sizes()), q.options());

@@ -137,8 +137,10 @@ def test_bits_of_packs_heads_and_sms(head_dims, device, num_sms):
 
 
 @HEAD_DIMS
+@pytest.mark.parametrize("has_sinks", [False, True])
 @torch.no_grad()
-def test_a_pack_with_a_window_grouped_heads_and_unused_rows(head_dims, device):
+def test_a_pack_with_a_window_grouped_heads_and_unused_rows(has_sinks, head_dims, device):
+    """One of the sequences uses none of its keys."""
     lengths, used = [(300, 400), (60, 20), (513, 700)], [(290, 333), (60, 0), (400, 690)]
     rows_q, rows_k = (sum(pair[side] for pair in lengths) for side in (0, 1))
     q, k, v = (x[0] for x in inputs_of((1, rows_q, rows_k, 8, 2), head_dims, device))
@@ -150,10 +152,12 @@ def test_a_pack_with_a_window_grouped_heads_and_unused_rows(head_dims, device):
         torch.tensor([pair[side] for pair in used], device=device, dtype=torch.int32) for side in (0, 1)
     )
 
+    sinks = torch.arange(8, device=device) + 50.0 if has_sinks else None
+
     def call(**more):
         return flash_attn_varlen_func(
             q, k, v, offsets_q, offsets_k, 513, 700, seqused_q=seqused_q, seqused_k=seqused_k,
-            window_size=(100, 20), return_attn_probs=True, **more,
+            window_size=(100, 20), return_attn_probs=True, learnable_sink=sinks, **more,
         )  # fmt: skip
 
     out, lse, _, found = call(return_max_logits=True)
@@ -163,7 +167,8 @@ def test_a_pack_with_a_window_grouped_heads_and_unused_rows(head_dims, device):
         own_q, own_k = slice(first_q, first_q + queries), slice(first_k, first_k + keys)
         assert torch.equal(out[own_q], plain_out[own_q]) and torch.equal(lse[:, own_q], plain_lse[:, own_q])
         if keys == 0:
-            assert (found[i] == -math.inf).all()
+            assert (found[i] == -math.inf).all() and not out[own_q].any()
+            assert (lse[:, own_q] == (math.inf if sinks is None else sinks[:, None])).all()
         else:
             expected = truth(q[None, own_q], k[None, own_k], window_size=(100, 20))
             torch.testing.assert_close(found[i : i + 1].double(), expected, rtol=1e-5, atol=1e-5)
