@@ -31,11 +31,6 @@ def problem_of(head_dims: tuple[int, int], shape: tuple[int, ...], dropout_p: fl
     return Problem(*shape, head_dims[0], value_head_dim=head_dims[1], dropout_p=dropout_p, **options)
 
 
-def policies(problem: Problem) -> list[str]:
-    """One that adds in order, and order_free."""
-    return [policy for policy in support.policies(problem) if policy in ("descending", "order_free")]
-
-
 def single(problem: Problem, query: int, key: int) -> torch.Tensor:
     """bool, in whole blocks: of that element alone."""
     blocks = [-(-length // 32) for length in (problem.seqlen_q, problem.seqlen_k)]

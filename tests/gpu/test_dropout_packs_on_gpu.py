@@ -10,7 +10,7 @@ import gpu_support as support
 import pack_checks
 import pytest
 import torch
-from dropout_checks import HEAD_DIMS, MASKS, policies, problem_of
+from dropout_checks import HEAD_DIMS, MASKS, problem_of
 from pack_checks import Pack, Pool, assert_as_alone, lay_out, make_pack
 from test_sm_margin import kernels
 
@@ -54,7 +54,7 @@ def test_each_sequence_drops_what_it_does_alone(head_dims, mask, device):
     problem = problem_of(head_dims, (1, 0, 0, 4, 2), **MASKS[mask], sinks=True, lse_gradient=True)
     for gaps, poisoned in ((False, None), (True, 2)):
         pack = pack_of(problem, device, gaps, poisoned)
-        for policy in policies(problem):
+        for policy in support.policies(problem):
             assert_as_alone(pack, {policy: of_states(pack, policy)})
 
 
