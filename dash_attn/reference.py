@@ -76,22 +76,12 @@ def _without_autocast(function):
 
 @_without_autocast
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    softmax_scale: float,
-    causal: bool,
-    window: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    keep: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    startend_row_indices: torch.Tensor | None = None,
-    max_logits: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    *, softmax_scale: float, causal: bool,
+    window: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, keep: torch.Tensor | None = None,
+    dropout_p: float = 0.0, startend_row_indices: torch.Tensor | None = None, max_logits: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Computes the output and the log-sum-exp: LSE = log(e^sink + rowsum(exp(S))), O = exp(S - LSE) V.
 
     Args:
@@ -169,27 +159,16 @@ def forward(
 
 @_without_autocast
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     softmax_lse: torch.Tensor,
-    *,
-    softmax_scale: float,
-    causal: bool,
-    window: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    dsoftmax_lse: torch.Tensor | None = None,
+    *, softmax_scale: float, causal: bool,
+    window: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, dsoftmax_lse: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    startend_row_indices: torch.Tensor | None = None,
+    dropout_p: float = 0.0, startend_row_indices: torch.Tensor | None = None,
     order: TileOrder,
-    sums: GradientSums | None = None,
-    chunk: Chunk | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    sums: GradientSums | None = None, chunk: Chunk | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Computes the gradients of sum(dout * out) + sum(dsoftmax_lse * softmax_lse), except those of the sinks.
 
     Each KV tile sums its dK and dV over its visits and over the query heads of a split (together or one after the
