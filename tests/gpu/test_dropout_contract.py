@@ -211,20 +211,7 @@ def captured(problem, inputs):
 def test_each_replay_of_a_graph_has_a_mask_of_its_own(head_dims, device):
     problem, inputs = inputs_of(head_dims, "causal", device)
     graph, results = captured(problem, inputs)
-
-    def replay() -> dict[str, torch.Tensor]:
-        graph.replay()
-        return {name: x.clone() for name, x in results.items()}
-
-    torch.manual_seed(4)
-    first, second = replay(), replay()
-    assert all(not torch.equal(first[name], second[name]) for name in first)
-    torch.manual_seed(4)
-    support.assert_same_bits(replay(), first, f"{problem}, a replay under the same seed")
-    support.assert_same_bits(replay(), second, f"{problem}, the next one")
-    # Both passes drop the same: an eager call under that seed has these bits.
-    torch.manual_seed(4)
-    support.assert_same_bits(dropout_checks.public(problem, inputs), first, f"{problem}, eager")
+    dropout_checks.check_replays(graph, results, lambda: dropout_checks.public(problem, inputs), str(problem))
 
 
 def test_a_graph_with_a_state_follows_its_tensor(device):

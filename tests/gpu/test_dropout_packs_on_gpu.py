@@ -140,22 +140,9 @@ def test_each_replay_of_a_graph_has_a_mask_of_its_own(head_dims, device):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = call.both()
-
-    def replay() -> dict[str, torch.Tensor]:
-        graph.replay()
-        return {name: x.clone() for name, x in results.items()}
-
     for lengths in ((130, 300, 77), (300, 7, 200)):
         call.cu_seqlens.copy_(torch.tensor([0, *lengths]).cumsum(0))
-        torch.manual_seed(4)
-        first, second = replay(), replay()
-        assert all(not torch.equal(first[name], second[name]) for name in first)
-        torch.manual_seed(4)
-        support.assert_same_bits(replay(), first, f"{lengths}, a replay under the same seed")
-        support.assert_same_bits(replay(), second, f"{lengths}, the next one")
-        # Both passes drop the same: an eager call under that seed has these bits.
-        torch.manual_seed(4)
-        support.assert_same_bits(call.both(), first, f"{lengths}, eager")
+        dropout_checks.check_replays(graph, results, call.both, str(lengths))
 
 
 def test_the_host_does_not_wait(device):
