@@ -275,16 +275,20 @@ class DashAttnBits(DashAttn):
         return super().op_arguments(shape, x) | dict(rng_state=None, dropout_bits=x.dropout.bits)
 
 
-class TorchFlashAttention2:
+class OnGpu:
+    """What peers that run on CUDA devices alone share."""
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return None if device.type == "cuda" else "needs a CUDA device"
+
+
+class TorchFlashAttention2(OnGpu):
     """FlashAttention-2 in torch's scaled_dot_product_attention, with unchanged scores."""
 
     name = "fa2"
 
     def version(self) -> str:
         return f"FlashAttention-2 as torch {torch.__version__} runs it"
-
-    def unavailable(self, device: torch.device) -> str | None:
-        return None if device.type == "cuda" else "needs a CUDA device"
 
     def variants(self, shape: Shape) -> list[Variant]:
         return [] if shape.scores else [Variant(self.name, None, True), Variant(self.name, None, False)]
@@ -310,7 +314,7 @@ class TorchFlashAttention2:
         return with_own_masks(_in_turn(lambda: forward()[0], backward), shape)
 
 
-class TorchCudnn:
+class TorchCudnn(OnGpu):
     """cuDNN's attention in torch, for dense batches without windows."""
 
     name = "cudnn"
@@ -319,9 +323,7 @@ class TorchCudnn:
         return f"cuDNN {torch.backends.cudnn.version()} as torch {torch.__version__} runs it"
 
     def unavailable(self, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return "needs a CUDA device"
-        return None if torch.backends.cudnn.is_available() else "torch has no cuDNN"
+        return super().unavailable(device) or (None if torch.backends.cudnn.is_available() else "torch has no cuDNN")
 
     def variants(self, shape: Shape) -> list[Variant]:
         plain = not (shape.pack or shape.mask == "window" or shape.scores)
@@ -371,7 +373,7 @@ class CudnnDeterministic(TorchCudnn):
         return {"backward": lambda: tuple(gradient.transpose(1, 2) for gradient in backward())}
 
 
-class TorchMemoryEfficient:
+class TorchMemoryEfficient(OnGpu):
     """The memory-efficient attention of torch, for dense batches with dropout and without grouped heads. Without
     dropout, others are known to be faster."""
 
@@ -379,9 +381,6 @@ class TorchMemoryEfficient:
 
     def version(self) -> str:
         return f"torch {torch.__version__}"
-
-    def unavailable(self, device: torch.device) -> str | None:
-        return None if device.type == "cuda" else "needs a CUDA device"
 
     def variants(self, shape: Shape) -> list[Variant]:
         plain = not (shape.pack or shape.mask == "window" or shape.scores) and shape.heads == shape.kv_heads
@@ -414,7 +413,7 @@ def installed(distribution: str) -> str:
         return "of unknown version"
 
 
-class _FlashAttnPackage:
+class _FlashAttnPackage(OnGpu):
     """A FlashAttention package, through its public function and autograd."""
 
     name: str
@@ -427,8 +426,8 @@ class _FlashAttnPackage:
         return f"{NAMES[self.name]} {installed(self.distribution)}"
 
     def unavailable(self, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return "needs a CUDA device"
+        if reason := super().unavailable(device):
+            return reason
         try:
             _ = importlib.import_module(self.module).flash_attn_func
         except Exception as error:  # broken binaries raise OSError, missing dependencies anything

@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import dash_attn
 from dash_attn import receipts
 from dash_attn.info import why_no_kernels_run
+from dash_attn.pictures import new_figure
 from dash_attn.receipts.picture import draw
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -169,11 +170,7 @@ def report(pair: Pair) -> receipts.Difference | None:
 
 def draw_losses(pairs: list[Pair], path: pathlib.Path) -> None:
     """How far apart the losses of each pair are, by step."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 5)
     axes = figure.subplots()
     for pair, colour in zip(pairs, ("#2a7f3a", "#b3202a")):
         apart = (pair.losses[0] - pair.losses[1]).abs()

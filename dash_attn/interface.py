@@ -108,7 +108,7 @@ def flash_attn_func(
             unit that follows from the inputs, and adds integers, which need no order. That moves a row of dq which
             attends about evenly to runs of 16 or more keys by at most 1e-4 of its norm; other rows may move by more.
             Heads whose inputs leave no room for this are added in order (docs/order_free.md has the guarantees).
-            "order_free" supports plain scores and dropout up to head dim 128. "auto" has the smaller errors.
+            "order_free" supports plain scores without dropout up to head dim 128. "auto" has the smaller errors.
         dropout_bits: what to drop, from `dash_attn.dropout.dropout_bits` for dropout_p, this batch, these query heads
             and these lengths (in a variable-length batch at least those of the longest sequence). The backward keeps
             them, unless they were made with keep_bits=False. Then, and without dropout_bits, it makes them again from

@@ -76,22 +76,12 @@ def _without_autocast(function):
 
 @_without_autocast
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    softmax_scale: float,
-    causal: bool,
-    window: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    keep: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    startend_row_indices: torch.Tensor | None = None,
-    max_logits: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    *, softmax_scale: float, causal: bool,
+    window: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, keep: torch.Tensor | None = None,
+    dropout_p: float = 0.0, startend_row_indices: torch.Tensor | None = None, max_logits: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Computes the output and the log-sum-exp: LSE = log(e^sink + rowsum(exp(S))), O = exp(S - LSE) V.
 
     Args:
@@ -169,27 +159,16 @@ def forward(
 
 @_without_autocast
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     softmax_lse: torch.Tensor,
-    *,
-    softmax_scale: float,
-    causal: bool,
-    window: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    dsoftmax_lse: torch.Tensor | None = None,
+    *, softmax_scale: float, causal: bool,
+    window: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, dsoftmax_lse: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    startend_row_indices: torch.Tensor | None = None,
+    dropout_p: float = 0.0, startend_row_indices: torch.Tensor | None = None,
     order: TileOrder,
-    sums: GradientSums | None = None,
-    chunk: Chunk | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    sums: GradientSums | None = None, chunk: Chunk | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Computes the gradients of sum(dout * out) + sum(dsoftmax_lse * softmax_lse), except those of the sinks.
 
     Each KV tile sums its dK and dV over its visits and over the query heads of a split (together or one after the
@@ -207,8 +186,8 @@ def backward(
         causal, window, attention_chunk: the mask, as in `forward`.
         softcap, alibi_slopes: as in `forward`.
         dsoftmax_lse: like softmax_lse, ignored where softmax_lse is infinite; None is 0.
-        keep, dropout_p, startend_row_indices: as in `forward`, the same as for out. An order-free order has no
-            startend_row_indices.
+        keep, dropout_p, startend_row_indices: as in `forward`, the same as for out. An order-free order has
+            neither keep nor startend_row_indices.
         order: the result of `tile_order.tile_order` for these lengths and this mask.
         sums: the sums to add to, with an order that has one split and is not order-free; neither scaled nor rounded.
         chunk: the position of the queries and keys in the sequence that has the mask, if they are only a part of it;
@@ -227,8 +206,9 @@ def backward(
     d = _d(dout_heads, out_heads, softmax_lse, dsoftmax_lse) * (1 - dropout_p)
     keep = _of_groups(keep, kv_heads)
     columns = _of_kv_heads(startend_row_indices, batch, kv_heads)
-    if columns is not None and order.order_free:
-        raise ValueError("order must not be order-free with startend_row_indices, got an order-free one")
+    if order.order_free and (keep is not None or columns is not None):
+        beside = "startend_row_indices" if keep is None else "keep"
+        raise ValueError(f"order must not be order-free with {beside}, got an order-free one")
     score_type = _ScoreType(softcap, _of_rows(alibi_slopes, q_heads, batch), seqlen_k - seqlen_q)
     # exp(S - inf) is 0 for the rows that see no key. Either sign may mark such rows.
     lse = softmax_lse.masked_fill(softmax_lse == -torch.inf, torch.inf).to(d.dtype).reshape(d.shape)

@@ -100,6 +100,20 @@ def end_group() -> None:
     dist.destroy_process_group()
 
 
+def exit_status(work: Callable[[torch.device], None], timeout_s: float, *expected: type[Exception]) -> int:
+    """Calls `work` in a group of all ranks. Returns 0, or 2 after printing an `expected` error as one line."""
+    device = device_of_process()
+    begin_group(device, timeout_s)
+    status = 0
+    try:
+        work(device)
+    except expected as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 2
+    end_group()
+    return status
+
+
 def require_same(name: str, value: object) -> None:
     """Raises a ValueError on all ranks if they do not have the same value."""
     values: list[object] = [None] * dist.get_world_size()
@@ -235,16 +249,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
 def main(argv: list[str] | None = None) -> int:
     arguments = parsed(argv)
     ordered.prepare(arguments.deterministic)
-    device = device_of_process()
-    begin_group(device, arguments.timeout)
-    status = 0
-    try:
-        run(arguments, device)
-    except (ValueError, FileExistsError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = 2
-    end_group()
-    return status
+    expected = (ValueError, FileExistsError, ImportError)
+    return exit_status(lambda device: run(arguments, device), arguments.timeout, *expected)
 
 
 if __name__ == "__main__":

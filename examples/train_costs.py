@@ -20,7 +20,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from train import begin_group, device_of_process, end_group
+from train import exit_status
 from training import costs, ordered
 from training.layout import Layout
 from training.model import Shape
@@ -89,16 +89,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
 def main(argv: list[str] | None = None) -> int:
     arguments = parsed(argv)
     ordered.prepare(True)
-    device = device_of_process()
-    begin_group(device, 300)
-    status = 0
-    try:
-        run(arguments, device)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = 2
-    end_group()
-    return status
+    return exit_status(lambda device: run(arguments, device), 300, ValueError)
 
 
 if __name__ == "__main__":

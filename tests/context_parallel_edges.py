@@ -13,7 +13,7 @@ import weakref
 import numpy as np
 import torch
 import torch.distributed as dist
-from rank_processes import join
+from rank_processes import join, refused
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
@@ -109,14 +109,6 @@ def _gradient_of_a_pack(wanted, rank, ranks):
     expected = gradient(tensors, flash_attn_varlen_func)
     found = gradient([shard(x, rank, ranks, dim=0) for x in tensors], context_parallel_varlen_attention)
     return same(found, [shard(x, rank, ranks, dim=0) for x in expected])
-
-
-def refused(function, kind, message):
-    try:
-        function()
-    except kind as error:
-        return message in str(error)
-    return False
 
 
 def what_holds(rank, ranks):

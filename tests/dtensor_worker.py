@@ -11,7 +11,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from rank_processes import join
+from rank_processes import join, refused
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -56,14 +56,6 @@ def same(mesh, function, tensors, placements, of_dout, options=None, of_heads=No
     shapes = all(x.shape == y.shape for x, y in zip(found, expected, strict=True))
     whole = [x.full_tensor() for x in found]  # by all ranks
     return kept and shapes and all(map(torch.equal, whole, expected))
-
-
-def refused(function, kind, message):
-    try:
-        function()
-    except kind as error:
-        return message in str(error)
-    return False
 
 
 def what_holds(mesh):

@@ -5,27 +5,22 @@ import contextlib
 import torch
 
 import dash_attn
-from dash_attn import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-)
 
 # The arguments before FlashAttention-2's common ones, and the keywords that not all functions have.
 FUNCTIONS = {
-    flash_attn_func: (["q", "k", "v"], {}),
-    flash_attn_kvpacked_func: (["q", "kv"], {}),
-    flash_attn_qkvpacked_func: (["qkv"], {"num_heads_q": None}),
+    dash_attn.flash_attn_func: (["q", "k", "v"], {}),
+    dash_attn.flash_attn_kvpacked_func: (["q", "kv"], {}),
+    dash_attn.flash_attn_qkvpacked_func: (["qkv"], {"num_heads_q": None}),
 }
 _OFFSETS = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
 _USED = {"seqused_q": None, "seqused_k": None}
 VARLEN_FUNCTIONS = {
-    flash_attn_varlen_func: (["q", "k", "v", *_OFFSETS], _USED),
-    flash_attn_varlen_kvpacked_func: (["q", "kv", *_OFFSETS], _USED),
-    flash_attn_varlen_qkvpacked_func: (["qkv", "cu_seqlens", "max_seqlen"], {"num_heads_q": None, "seqused": None}),
+    dash_attn.flash_attn_varlen_func: (["q", "k", "v", *_OFFSETS], _USED),
+    dash_attn.flash_attn_varlen_kvpacked_func: (["q", "kv", *_OFFSETS], _USED),
+    dash_attn.flash_attn_varlen_qkvpacked_func: (
+        ["qkv", "cu_seqlens", "max_seqlen"],
+        {"num_heads_q": None, "seqused": None},
+    ),
 }
 
 

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -70,3 +71,12 @@ def join(rank: int, ranks: int, port: int, timeout_s: float, backend: str = "glo
     store.wait([f"here/{other}" for other in range(ranks)], datetime.timedelta(seconds=200))
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+
+
+def refused(function: Callable[[], object], kind: type[Exception], message: str) -> bool:
+    """Whether `function` raises an error of this kind whose text contains `message`."""
+    try:
+        function()
+    except kind as error:
+        return message in str(error)
+    return False

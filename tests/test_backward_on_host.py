@@ -197,12 +197,12 @@ def test_splits_of_query_heads(programs):
         check(programs["64"], schedule=schedule, **call)
 
 
-@pytest.mark.parametrize("row, score, schedule", [
-    *((row, score, "descending") for row in ("64", "256") for score in (dict(softcap=2), dict(slopes=1))),
-    *((row, dict(dropout=0.25), "descending") for row in ("96", "256")), ("96", dict(dropout=0.25), "order_free"),
+@pytest.mark.parametrize("row, score", [
+    *((row, score) for row in ("64", "256") for score in (dict(softcap=2), dict(slopes=1))),
+    *((row, dict(dropout=0.25)) for row in ("96", "256")),
 ], ids=str)  # fmt: skip
-def test_scores(programs, row, score, schedule):
-    check(programs[row], mask="causal", heads=2, seqlen_q=100, seqlen_k=130, schedule=schedule, **score)
+def test_scores(programs, row, score):
+    check(programs[row], mask="causal", heads=2, seqlen_q=100, seqlen_k=130, **score)
 
 
 @pytest.mark.parametrize("row, dims", [

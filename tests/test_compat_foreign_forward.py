@@ -5,18 +5,13 @@ query that sees no key, and an output of the inputs' dtype. It sums in another o
 about a rounding of its dtype, and its log-sum-exp by a few roundings of fp32.
 """
 
-import os
-import pathlib
-import subprocess
-import sys
-
+import example_support
 import pytest
 import torch
 from compat_support import dense, packed, public, with_lse_of_no_key
 from float64_reference import attention_float64, attention_in_dtype, attention_rounded, sequences_of
 from interface_support import assert_same_bits
 
-import dash_attn
 from dash_attn.compat import flash_attn_3
 
 
@@ -113,8 +108,4 @@ def test_the_function_that_is_put_in_place_of_flash_attention_3s():
 
 @pytest.mark.slow
 def test_example():
-    example = pathlib.Path(__file__).parents[1] / "examples" / "foreign_forward.py"
-    paths = os.pathsep.join((str(pathlib.Path(dash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, example], env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1:] == ["the gradients of three runs have the same bits"], done.stderr
+    assert example_support.last_line("foreign_forward.py") == "the gradients of three runs have the same bits"

@@ -9,15 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import dash_attn
-from dash_attn import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    schedule,
-)
+from dash_attn import flash_attn_func, flash_attn_varlen_func, schedule
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -354,12 +346,15 @@ PACKS_QKVPACKED = [
 def forms():
     q, k, v = good().values()
     yield flash_attn_func, good()
-    yield flash_attn_kvpacked_func, {"q": q, "kv": torch.stack((k, v), dim=2)}
-    yield flash_attn_qkvpacked_func, {"qkv": t(2, 7, 3, 4, 16)}
+    yield dash_attn.flash_attn_kvpacked_func, {"q": q, "kv": torch.stack((k, v), dim=2)}
+    yield dash_attn.flash_attn_qkvpacked_func, {"qkv": t(2, 7, 3, 4, 16)}
     q, k, v, *offsets = good_pack().items()
     yield flash_attn_varlen_func, good_pack()
-    yield flash_attn_varlen_kvpacked_func, dict([q, ("kv", torch.stack((k[1], v[1]), dim=1)), *offsets])
-    yield flash_attn_varlen_qkvpacked_func, {"qkv": t(9, 3, 4, 16), "cu_seqlens": i32(0, 4, 9), "max_seqlen": 5}
+    yield dash_attn.flash_attn_varlen_kvpacked_func, dict([q, ("kv", torch.stack((k[1], v[1]), dim=1)), *offsets])
+    yield (
+        dash_attn.flash_attn_varlen_qkvpacked_func,
+        {"qkv": t(9, 3, 4, 16), "cu_seqlens": i32(0, 4, 9), "max_seqlen": 5},
+    )
 
 
 @pytest.fixture(autouse=True)

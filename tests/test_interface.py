@@ -23,13 +23,7 @@ from interface_support import (
 from products import pairwise, spread
 
 import dash_attn
-from dash_attn import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-)
+from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from dash_attn.schedule import POLICIES, fitting, policy_number, resolve
 
 OUTPUTS = ("out", "softmax_lse")
@@ -266,11 +260,11 @@ def test_packed_equals_unpacked(head_dim, causal):
     out, dq, dk, dv = out_and_gradients(flash_attn_func, (q, k, v), dout, causal=causal)
 
     kv = torch.stack((k, v), dim=2).detach().requires_grad_()
-    actual = out_and_gradients(flash_attn_kvpacked_func, (q, kv), dout, causal=causal)
+    actual = out_and_gradients(dash_attn.flash_attn_kvpacked_func, (q, kv), dout, causal=causal)
     assert_same_bits(actual, (out, dq, torch.stack((dk, dv), dim=2)))
 
     qkv = torch.stack((q, k, v), dim=2).detach().requires_grad_()
-    actual = out_and_gradients(flash_attn_qkvpacked_func, (qkv,), dout, causal=causal)
+    actual = out_and_gradients(dash_attn.flash_attn_qkvpacked_func, (qkv,), dout, causal=causal)
     assert_same_bits(actual, (out, torch.stack((dq, dk, dv), dim=2)))
 
 
@@ -278,7 +272,7 @@ def test_packed_by_heads_equals_unpacked():
     q, k, v, dout = qkv_tensors(60, 60, heads=6, kv_heads=2)
     out, *gradients = out_and_gradients(flash_attn_func, (q, k, v), dout)
     qkv = torch.cat((q, k, v), dim=2).detach().requires_grad_()
-    actual = out_and_gradients(flash_attn_qkvpacked_func, (qkv,), dout, num_heads_q=6)
+    actual = out_and_gradients(dash_attn.flash_attn_qkvpacked_func, (qkv,), dout, num_heads_q=6)
     assert_same_bits(actual, (out, torch.cat(gradients, dim=2)))
 
 
@@ -286,7 +280,7 @@ def test_kvpacked_with_grouped_heads_and_unequal_lengths():
     q, k, v, dout = qkv_tensors(30, 70, heads=6, kv_heads=3)
     out, dq, dk, dv = out_and_gradients(flash_attn_func, (q, k, v), dout, causal=True)
     kv = torch.stack((k, v), dim=2).detach().requires_grad_()
-    actual = out_and_gradients(flash_attn_kvpacked_func, (q, kv), dout, causal=True)
+    actual = out_and_gradients(dash_attn.flash_attn_kvpacked_func, (q, kv), dout, causal=True)
     assert_same_bits(actual, (out, dq, torch.stack((dk, dv), dim=2)))
 
 
@@ -294,7 +288,7 @@ def test_kvpacked_with_grouped_heads_and_unequal_lengths():
 def test_packed_gradients_are_written_into_one_tensor():
     qkv = randn(2, 30, 3, 4, 16)
     with kernel_calls() as calls:
-        (gradient,) = torch.autograd.grad(flash_attn_qkvpacked_func(qkv).float().square().sum(), qkv)
+        (gradient,) = torch.autograd.grad(dash_attn.flash_attn_qkvpacked_func(qkv).float().square().sum(), qkv)
     _, arguments = calls[-1]
     assert [arguments[name].data_ptr() for name in GRADIENTS] == [g.data_ptr() for g in gradient.unbind(2)]
 
@@ -351,8 +345,8 @@ def test_inputs_of_one_tensor():
 @pytest.mark.parametrize("function, inputs", [
     (flash_attn_func, [(1, 9, 2, 16)] * 3),
     (flash_attn_func, [(1, 9, 2, 12)] * 3),
-    (flash_attn_kvpacked_func, [(1, 9, 2, 16), (1, 9, 2, 2, 16)]),
-    (flash_attn_qkvpacked_func, [(1, 9, 3, 2, 16)]),
+    (dash_attn.flash_attn_kvpacked_func, [(1, 9, 2, 16), (1, 9, 2, 2, 16)]),
+    (dash_attn.flash_attn_qkvpacked_func, [(1, 9, 3, 2, 16)]),
 ])  # fmt: skip
 def test_second_differentiation_raises(function, inputs):
     inputs = [randn(*shape) for shape in inputs]

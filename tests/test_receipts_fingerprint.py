@@ -6,6 +6,7 @@ import struct
 
 import pytest
 import torch
+from fingerprint_support import random_tensor
 
 from dash_attn import receipts
 from dash_attn.receipts import Shard, block_sums, fingerprint
@@ -45,14 +46,6 @@ def data_of(tensor):
 
 def unsigned(tensor):
     return [number & MASK for number in tensor.reshape(-1).tolist()]
-
-
-def random_tensor(dtype, *shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    size = dtype.itemsize * math.prod(shape)
-    if dtype == torch.bool:
-        return torch.randint(2, shape, generator=generator).bool()
-    return torch.randint(256, (size,), generator=generator, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def test_known_answers():

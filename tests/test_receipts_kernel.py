@@ -10,22 +10,16 @@ import random
 
 import pytest
 import torch
+from fingerprint_support import DTYPES, random_call, random_tensor, words_in
 from receipts_support import Model
-from test_receipts_fingerprint import random_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dash_attn.receipts import Recorder, Shard, block_sums, fingerprint, torch_sums
 from dash_attn.receipts.pieces import pieces_of
 
 OP = torch.ops.dash_attn_C.fingerprint_blocks
-DTYPES = [torch.uint8, torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.int16, torch.float32, torch.int64,
-          torch.complex64, torch.complex128]  # fmt: skip
 # From fewer groups than a warp has lanes to more than a warp takes at once.
 BLOCKS = [8, 16, 64, 128, 256, 512, 2048, 4096, 8192, 1 << 18]
-
-
-def words_in(tensor):
-    return tensor.numel() * max(1, tensor.dtype.itemsize // 4)
 
 
 def contiguous_piece(number, tensor, *, first=0, sums=0):
@@ -69,24 +63,7 @@ def test_tensors_that_begin_anywhere(dtype):
 @pytest.mark.parametrize("seed", range(3))
 def test_many_tensors_in_rows(block, seed):
     """More pieces than a launch takes, of all dtypes, some in rows, far out in their whole tensors."""
-    rng = random.Random(f"{block} {seed}")
-    tensors, pieces, total = [], [], 0
-    for number in range(80):
-        dtype = rng.choice(DTYPES)
-        rows = rng.choice([1, 1, 2, 3, 17])
-        columns = rng.choice([1, 3, 8, 31, 64, 500, 5000 // rows])
-        pitch = columns + rng.choice([0, 1, 8, 40])
-        tensor = random_tensor(dtype, rows * pitch + rng.randrange(20), seed=number)
-        per = max(1, dtype.itemsize // 4)
-        rows_of_words, words, step = rows, columns * per, pitch * per
-        offset = rng.randrange(words_in(tensor) - ((rows - 1) * step + words) + 1)
-        stride = words + rng.choice([0, 1, 8, 4096, 12345])
-        # Beyond what 32 bits count, and what 53 do.
-        first = rng.choice([0, rng.randrange(10000), rng.randrange(1 << 45), rng.randrange(1 << 58)])
-        last = first + (rows - 1) * stride + words - 1
-        tensors.append(tensor)
-        pieces += [number, offset, rows_of_words, words, step, first, stride, total - first // block]
-        total += last // block - first // block + 1
+    tensors, pieces, total = random_call(seed, block, 80, 5000)
     both(tensors, pieces, block, total)
 
 

@@ -18,15 +18,7 @@ from interface_support import (
 from pack_support import Pack, int32
 
 import dash_attn
-from dash_attn import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-)
+from dash_attn import flash_attn_func, flash_attn_qkvpacked_func
 
 
 def test_under_autocast():
@@ -39,7 +31,7 @@ def test_under_autocast():
 
 @pytest.mark.parametrize("function, inputs, arguments", [
     (flash_attn_func, [(2, 33, 4, 20), (2, 50, 2, 20), (2, 50, 2, 20)], {"schedule": "spt"}),
-    (flash_attn_kvpacked_func, [(2, 33, 4, 16), (2, 50, 2, 2, 16)], {}),
+    (dash_attn.flash_attn_kvpacked_func, [(2, 33, 4, 16), (2, 50, 2, 2, 16)], {}),
     (flash_attn_qkvpacked_func, [(2, 33, 3, 4, 16)], {"softmax_scale": 0.3}),
     (flash_attn_qkvpacked_func, [(2, 33, 8, 16)], {"num_heads_q": 4}),
 ])  # fmt: skip
@@ -146,7 +138,7 @@ def test_selective_checkpoint_of_the_docs():
 
 @pytest.mark.parametrize("with_gradients", [True, False])
 @pytest.mark.parametrize("place", ["q", "k", "v", "alibi_slopes", "learnable_sink"])
-@pytest.mark.parametrize("function", [flash_attn_func, flash_attn_with_kvcache], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [flash_attn_func, dash_attn.flash_attn_with_kvcache], ids=lambda f: f.__name__)
 def test_forward_mode_differentiation_raises(function, place, with_gradients):
     """It has no formula, and must not count the output as constant, not under torch.no_grad() either."""
     q, k, v, _ = (x.detach() for x in qkv_tensors(5, 5))
@@ -199,10 +191,14 @@ def varlen_calls(pack, hint):
     cu_seqlens_q, cu_seqlens_k = pack.offsets()[:2]
     two = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": hint, "max_seqlen_k": hint}
     q, k, v = (x.detach().requires_grad_() for x in pack[:3])
-    yield flash_attn_varlen_func, [q, k, v], {**two, **pack.used()}
-    yield flash_attn_varlen_kvpacked_func, [q, torch.stack((k, v), 1).detach().requires_grad_()], {**two, **pack.used()}
+    yield dash_attn.flash_attn_varlen_func, [q, k, v], {**two, **pack.used()}
+    yield (
+        dash_attn.flash_attn_varlen_kvpacked_func,
+        [q, torch.stack((k, v), 1).detach().requires_grad_()],
+        {**two, **pack.used()},
+    )
     one = {"cu_seqlens": cu_seqlens_q, "max_seqlen": hint}
-    yield flash_attn_varlen_qkvpacked_func, [torch.stack((q, k, v), 1).detach().requires_grad_()], one
+    yield dash_attn.flash_attn_varlen_qkvpacked_func, [torch.stack((q, k, v), 1).detach().requires_grad_()], one
 
 
 def self_attention(lengths, head_dim=16):
@@ -230,7 +226,9 @@ def test_packs_compile_with_lengths_that_change(form, as_tensor):
 
 def test_packs_export_with_lengths_that_change():
     module = torch.nn.Module()
-    module.forward = lambda q, k, v, offsets: flash_attn_varlen_func(q, k, v, offsets, offsets, 99, 99, causal=True)
+    module.forward = lambda q, k, v, offsets: dash_attn.flash_attn_varlen_func(
+        q, k, v, offsets, offsets, 99, 99, causal=True
+    )
     rows, sequences = torch.export.Dim("rows"), torch.export.Dim("offsets")
     first, other = self_attention([5, 9, 20]), self_attention([30, 0, 2, 7])
     shapes = ({0: rows}, {0: rows}, {0: rows}, {0: sequences})

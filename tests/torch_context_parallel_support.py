@@ -1,7 +1,9 @@
 """PyTorch's context parallelism with dash_attn in each of some processes, for the tests on CPUs and on GPUs."""
 
-import pathlib
+import functools
+from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -65,10 +67,16 @@ def process(rank, processes, folder, device, seqlen):
     dist.destroy_process_group()
 
 
-def run(processes: int, folder: pathlib.Path, device: str, seqlen: int) -> list[dict]:
-    """What each of the processes has left."""
-    torch.multiprocessing.spawn(process, (processes, str(folder), device, seqlen), nprocs=processes)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(processes)]
+def runs(tmp_path_factory: pytest.TempPathFactory, device: str, seqlen: int) -> Callable[[int], list[dict]]:
+    """A function that runs some processes, once for each number of them, and returns what each of them has left."""
+
+    @functools.cache
+    def run(processes: int) -> list[dict]:
+        folder = tmp_path_factory.mktemp("context_parallel")
+        torch.multiprocessing.spawn(process, (processes, str(folder), device, seqlen), nprocs=processes)
+        return [torch.load(folder / f"{rank}.pt") for rank in range(processes)]
+
+    return run
 
 
 def check(results: list[dict], case: int, seqlen: int) -> None:

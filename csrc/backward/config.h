@@ -95,6 +95,7 @@ struct Variant : Geometry {
   static constexpr bool kHasColumns = kMask == MaskKind::kColumns;
   static constexpr int kClusterSize = Order<Policies::kAny>::kCtaGroup;
   static constexpr bool kOrderFree = accumulation(Policies::kAny) == Accumulation::kOrderFree;
+  static_assert(!kOrderFree || (Score::kKind == ScoreKind::kPlain && !Geometry::kWide));
   static constexpr bool kCarries = Policies::kCarries;
   static constexpr bool kDivided = Order<Policies::kAny>::kDivided;
 
@@ -110,8 +111,7 @@ struct Variant : Geometry {
   static constexpr int held_columns_of_v() {
     constexpr int kAll = Geometry::kQkDim;
     if (!Score::kDrops) { return Score::kKind == ScoreKind::kPlain || Geometry::kQuery <= 80 ? kAll : 0; }
-    if (kAll == 64) { return 16; }
-    return kAll == 96 ? 96 : kOrderFree ? 64 : 96;
+    return kAll == 64 ? 16 : 96;
   }
   static constexpr int kHeldColumnsOfV = held_columns_of_v();
   static constexpr bool kHoldsV = kHeldColumnsOfV == Geometry::kQkDim;  // and its buffer is free then

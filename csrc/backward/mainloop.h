@@ -115,7 +115,7 @@ class Consumer {
   };
 
   // Rounding a partial to integers takes time, which dP fills if there are registers for both.
-  static constexpr bool kDpFirst = Variant::kOrderFree && !Registers::kShareDq && !Score::kDrops;
+  static constexpr bool kDpFirst = Variant::kOrderFree && !Registers::kShareDq;
 
   __device__ __forceinline__ void process(int steps) {
     Registers r;

@@ -63,7 +63,7 @@ __device__ __forceinline__ void write_rows(const PreprocessParams<typename Geome
   constexpr int kRows = PreprocessTile<Geometry>::kRows, kTileRows = Geometry::kQuery;
   if (threadIdx.x >= kRows) { return; }
   const int row_of_tile = first_of_tile + threadIdx.x, row = owner.row(kTileRows) + row_of_tile;
-  const float delta = with_gradient_of_lse(params, owner, row, products[threadIdx.x]) * params.kept;
+  const float delta = with_gradient_of_lse(params, owner, row, products[threadIdx.x]);
   const float lse = row < owner.lengths.seqlen_q ? params.softmax_lse[lse_index(params, owner, row)] : INFINITY;
   const Element* const dout = params.dout.row(owner.batch, owner.first_row + row, owner.head);
   const float dout_norm =

@@ -52,16 +52,18 @@ struct CallKind {
 
   DASH_HOST_DEVICE constexpr bool has_wide_heads() const { return padded.qk > 128 || padded.v > 128; }
 
-  // The mask whose policies have kernels. For wide heads, changed scores and dropout only the policies of windows have
-  // kernels.
-  DASH_HOST_DEVICE constexpr MaskKind mask_of_policies() const {
-    return changed_scores || drops || has_wide_heads() ? MaskKind::kWindow : mask;
-  }
+  DASH_HOST_DEVICE constexpr bool has_plain_scores() const { return !changed_scores && !drops; }
+
+  // Whether all policies that fit the mask have kernels. Other calls have the ordered policies of windows alone.
+  DASH_HOST_DEVICE constexpr bool has_all_policies() const { return has_plain_scores() && !has_wide_heads(); }
+
+  // The mask whose policies have kernels.
+  DASH_HOST_DEVICE constexpr MaskKind mask_of_policies() const { return has_all_policies() ? mask : MaskKind::kWindow; }
 };
 
 DASH_HOST_DEVICE constexpr bool has_kernel(Policy policy, CallKind call) {
-  if (call.has_columns) return policy == Policy::kDescending && !call.changed_scores && !call.drops;
-  if (policy == Policy::kOrderFree && (call.changed_scores || call.has_wide_heads())) return false;
+  if (call.has_columns) return policy == Policy::kDescending && call.has_plain_scores();
+  if (policy == Policy::kOrderFree && !call.has_all_policies()) return false;
   return fits(policy, call.mask_of_policies());
 }
 

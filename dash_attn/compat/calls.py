@@ -144,19 +144,11 @@ def check_max_seqlens(**max_seqlens: int | Tensor | None) -> None:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Lengths,
-    *,
-    softmax_scale: float | None,
-    causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths,
+    *, softmax_scale: float | None, causal: bool,
     window_size: tuple[int | None, int | None],
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sm_margin: int = 0,
-) -> tuple[Tensor, Tensor]:
+    attention_chunk: int = 0, softcap: float = 0.0, alibi_slopes: Tensor | None = None, sm_margin: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns the output and the log-sum-exp, which is -inf if a query sees no key."""
     check_plain_tensors({"q": q, "k": k, "v": v} | _given({**lengths._asdict(), "alibi_slopes": alibi_slopes}))
     if checks.CHECKS_VALUES:
@@ -171,24 +163,12 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    lengths: Lengths,
-    *,
-    softmax_scale: float | None,
-    causal: bool,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, lengths: Lengths,
+    *, softmax_scale: float | None, causal: bool,
     window_size: tuple[int | None, int | None],
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sm_margin: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Writes dq, dk and dv, allocating those that are None, and returns them together with `row_sums`."""
     tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse}
     optional = {"dq": dq, "dk": dk, "dv": dv, **lengths._asdict(), "alibi_slopes": alibi_slopes}

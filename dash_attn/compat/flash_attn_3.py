@@ -84,29 +84,14 @@ def flash_attn_func(
     return_attn_probs: bool = False, **keywords: Unpack[_Keywords],
 ) -> Tensor | _WithLse: ...  # fmt: skip
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: _Window = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    *,
-    dropout_p: float = 0.0,
-    learnable_sink: Tensor | None = None,
-    s_aux: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor,
+    softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    window_size: _Window = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
+    *, dropout_p: float = 0.0, learnable_sink: Tensor | None = None, s_aux: Tensor | None = None,
     schedule: Schedule = "auto",
-) -> Tensor | _WithLse:
+) -> Tensor | _WithLse:  # fmt: skip
     """Computes `dash_attn.flash_attn_func` with FlashAttention-3's order of arguments.
 
     Returns:
@@ -156,36 +141,16 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False, **keywords: Unpack[_OfPack],
 ) -> Tensor | _WithLse: ...  # fmt: skip
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | Tensor,
-    max_seqlen_k: int | Tensor,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: _Window = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    *,
-    dropout_p: float = 0.0,
-    block_table: Tensor | None = None,
-    learnable_sink: Tensor | None = None,
-    s_aux: Tensor | None = None,
-    schedule: Schedule = "auto",
-) -> Tensor | _WithLse:
+    q: Tensor, k: Tensor, v: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    window_size: _Window = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
+    *, dropout_p: float = 0.0, block_table: Tensor | None = None, learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None, schedule: Schedule = "auto",
+) -> Tensor | _WithLse:  # fmt: skip
     """Computes `dash_attn.flash_attn_varlen_func` with FlashAttention-3's order of arguments.
 
     Returns:
@@ -228,24 +193,13 @@ def flash_attn_qkvpacked_func(
 ) -> Tensor | _WithLse: ...  # fmt: skip
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: _Window = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    num_heads_q: int | None = None,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    *,
-    dropout_p: float = 0.0,
-    learnable_sink: Tensor | None = None,
-    s_aux: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    window_size: _Window = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False,
+    num_heads_q: int | None = None, sm_margin: int = 0, return_attn_probs: bool = False,
+    *, dropout_p: float = 0.0, learnable_sink: Tensor | None = None, s_aux: Tensor | None = None,
     schedule: Schedule = "auto",
-) -> Tensor | _WithLse:
+) -> Tensor | _WithLse:  # fmt: skip
     """Computes `dash_attn.flash_attn_qkvpacked_func` with FlashAttention-3's order of arguments.
 
     Returns:
@@ -304,40 +258,19 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False, **keywords: Unpack[_Sinks],
 ) -> Tensor | _WithLseOfCache: ...  # fmt: skip
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    qv: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    max_seqlen_q: int | Tensor | None = None,
-    rotary_seqlens: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: _Window = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: Tensor | None = None,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    k: Tensor | None = None, v: Tensor | None = None, qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None, rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: _Window = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None, num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
     return_softmax_lse: bool = False,
-    *,
-    learnable_sink: Tensor | None = None,
-    s_aux: Tensor | None = None,
-) -> Tensor | _WithLseOfCache:
+    *, learnable_sink: Tensor | None = None, s_aux: Tensor | None = None,
+) -> Tensor | _WithLseOfCache:  # fmt: skip
     """Computes `dash_attn.flash_attn_with_kvcache` with FlashAttention-3's order of arguments.
 
     Args:
@@ -422,28 +355,14 @@ def _sum_of_parts(parts: Tensor) -> Tensor:
 
 
 def get_scheduler_metadata(
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    headdim: int,
+    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int, headdim: int,
     cache_seqlens: Tensor,
-    qkv_dtype: torch.dtype = torch.bfloat16,
-    headdim_v: int | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_size: int | None = None,
-    max_seqlen_k_new: int = 0,
-    causal: bool = False,
-    window_size: _Window = (-1, -1),
-    attention_chunk: int = 0,
-    has_softcap: bool = False,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-) -> Tensor:
+    qkv_dtype: torch.dtype = torch.bfloat16, headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None, cache_leftpad: Tensor | None = None,
+    page_size: int | None = None, max_seqlen_k_new: int = 0, causal: bool = False,
+    window_size: _Window = (-1, -1), attention_chunk: int = 0, has_softcap: bool = False, num_splits: int = 0,
+    pack_gqa: bool | None = None, sm_margin: int = 0,
+) -> Tensor:  # fmt: skip
     """Returns an empty int32 tensor, because dash_attn ignores `scheduler_metadata`.
 
     The arguments of `flash_attn_with_kvcache` that it takes are ignored; cache_seqlens chooses the device.

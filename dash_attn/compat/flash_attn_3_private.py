@@ -13,41 +13,19 @@ from .calls import Lengths, as_pack, minus_infinity_without_keys
 
 
 def _flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_new: Tensor | None = None,
-    v_new: Tensor | None = None,
-    qv: Tensor | None = None,
-    out_: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    max_seqlen_q: int | Tensor | None = None,
-    max_seqlen_k: int | Tensor | None = None,
-    page_table: Tensor | None = None,
-    kv_batch_idx: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor,
+    k_new: Tensor | None = None, v_new: Tensor | None = None, qv: Tensor | None = None, out_: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None, page_table: Tensor | None = None, kv_batch_idx: Tensor | None = None,
     leftpad_k: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    seqlens_rotary: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: Tensor | None = None,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, seqlens_rotary: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size_left: int = -1, window_size_right: int = -1, attention_chunk: int = 0, softcap: float = 0.0,
+    rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None, num_splits: int = 1,
+    pack_gqa: bool | None = None, sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes attention of a dense or variable-length batch, or over a KV cache if an argument belongs to one.
 
     Args:
@@ -101,29 +79,15 @@ def _flash_attn_forward(
 
 
 def _flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    sequed_q: Tensor | None = None,
-    sequed_k: Tensor | None = None,
-    max_seqlen_q: int | Tensor | None = None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    sequed_q: Tensor | None = None, sequed_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
     max_seqlen_k: int | Tensor | None = None,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-    softmax_scale: float | None = None,
-    is_causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    deterministic: bool = False,
+    dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
+    softmax_scale: float | None = None, is_causal: bool = False,
+    window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0, deterministic: bool = False,
     sm_margin: int = 0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Writes the gradients of a forward without a KV cache, of this library or FlashAttention-3, into dq, dk and dv.
 
     Args:

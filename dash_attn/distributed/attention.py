@@ -70,24 +70,14 @@ def context_parallel_attention(
     return_attn_probs: bool, **keywords: Unpack[_Keywords],
 ) -> Tensor | _WithLse: ...  # fmt: skip
 def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor, k: Tensor, v: Tensor,
     mesh: Mesh | None = None,
-    *,
-    layout: str = "contiguous",
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_attn_probs: bool = False,
-    learnable_sink: Tensor | None = None,
-    attention_chunk: int = 0,
-    sm_margin: int = 0,
-    schedule: Schedule = "auto",
-    check_values: bool = False,
-) -> Tensor | _WithLse:
+    *, layout: str = "contiguous",
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    return_attn_probs: bool = False, learnable_sink: Tensor | None = None, attention_chunk: int = 0,
+    sm_margin: int = 0, schedule: Schedule = "auto", check_values: bool = False,
+) -> Tensor | _WithLse:  # fmt: skip
     """Computes `flash_attn_func` for sequences whose rows are spread over the ranks of a group.
 
     Output, log-sum-exp and gradients have the bits that one process computes for the whole sequence, for any number of
@@ -165,30 +155,16 @@ def context_parallel_varlen_attention(
     return_attn_probs: bool, **keywords: Unpack[_OfPack],
 ) -> Tensor | _WithLse: ...  # fmt: skip
 def context_parallel_varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | Tensor,
-    max_seqlen_k: int | Tensor,
+    q: Tensor, k: Tensor, v: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor,
     mesh: Mesh | None = None,
-    *,
-    layout: str = "contiguous",
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_attn_probs: bool = False,
-    learnable_sink: Tensor | None = None,
-    attention_chunk: int = 0,
-    sm_margin: int = 0,
-    schedule: Schedule = "auto",
-    check_values: bool = False,
-) -> Tensor | _WithLse:
+    *, layout: str = "contiguous",
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    return_attn_probs: bool = False, learnable_sink: Tensor | None = None, attention_chunk: int = 0,
+    sm_margin: int = 0, schedule: Schedule = "auto", check_values: bool = False,
+) -> Tensor | _WithLse:  # fmt: skip
     """Computes `flash_attn_varlen_func` for a batch whose rows are spread over the ranks of a group.
 
     The batch is cut as if it were one sequence, so one of its sequences may lie on one rank or on several. The mesh

@@ -82,18 +82,11 @@ def sums_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
 
 
 def add(
-    rule: Rule,
-    operands: Operands,
-    sums: Sums,
-    chunk: Chunk,
-    *,
-    dq_continues: bool,
-    keys_continue: bool,
+    rule: Rule, operands: Operands, sums: Sums, chunk: Chunk,
+    *, dq_continues: bool, keys_continue: bool,
     total: Tensor | None = None,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-) -> None:
+    dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
+) -> None:  # fmt: skip
     """Adds one part to `sums`.
 
     Args:

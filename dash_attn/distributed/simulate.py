@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from os import PathLike
 
+from ..commands import exit_status
+from ..pictures import check_picture, new_figure
 from .layout import LAYOUTS
 from .prediction import Costs, Prediction, Shape, predict
 
@@ -52,15 +54,8 @@ def draw(shape: Shape, predictions: Sequence[Prediction], path: str | PathLike[s
         ValueError: `path` does not end in .png.
         ImportError: matplotlib is not installed.
     """
-    if not str(path).endswith(".png"):
-        raise ValueError(f"path must end in .png, got {str(path)!r}")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"drawing a prediction needs matplotlib: pip install matplotlib ({error})") from error
-    figure = Figure(figsize=(11, 4.5), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    check_picture(path, "a prediction")
+    figure = new_figure(11, 4.5)
     times, shares = figure.subplots(1, 2)
     gpus = [p.gpus for p in predictions]
     times.plot(gpus, [p.total_ms for p in predictions], "o-", label="forward and backward, predicted")
@@ -117,16 +112,15 @@ def main(argv: list[str] | None = None) -> int:
         arguments.mask == "causal",
         arguments.layout,
     )
-    try:
+
+    def show() -> None:
         predictions = [predict(shape, gpus, costs) for gpus in arguments.gpus]
         print(table(shape, predictions))
         if arguments.png is not None:
             draw(shape, predictions, arguments.png)
             print(f"wrote {arguments.png}")
-    except (ValueError, ImportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_status(show, ValueError, ImportError, OSError)
 
 
 if __name__ == "__main__":

@@ -66,24 +66,12 @@ class BitsBeside:
 
 def dropout_bits_beside(
     state: DropoutState,
-    *,
-    p: float,
-    batch: int,
-    heads: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    mapping: str = layout.DEFAULT_MAPPING,
-    rounds: int = layout.DEFAULT_ROUNDS,
-    first_head: int = 0,
-    total_heads: int | None = None,
-    first_query: int = 0,
-    first_key: int = 0,
-    causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
-    attention_chunk: int | None = 0,
-    keep_bits: bool = False,
+    *, p: float, batch: int, heads: int, seqlen_q: int, seqlen_k: int,
+    mapping: str = layout.DEFAULT_MAPPING, rounds: int = layout.DEFAULT_ROUNDS, first_head: int = 0,
+    total_heads: int | None = None, first_query: int = 0, first_key: int = 0, causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1), attention_chunk: int | None = 0, keep_bits: bool = False,
     sm_margin: int = 0,
-) -> BitsBeside:
+) -> BitsBeside:  # fmt: skip
     """Generates `dropout_bits` on a second stream, concurrently with the work that a block queues on the current
     stream.
 

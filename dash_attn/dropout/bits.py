@@ -255,24 +255,12 @@ def checked_request(
 
 def dropout_bits(
     state: DropoutState,
-    *,
-    p: float,
-    batch: int,
-    heads: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    mapping: str = layout.DEFAULT_MAPPING,
-    rounds: int = layout.DEFAULT_ROUNDS,
-    first_head: int = 0,
-    total_heads: int | None = None,
-    first_query: int = 0,
-    first_key: int = 0,
-    causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
-    attention_chunk: int | None = 0,
-    keep_bits: bool = True,
+    *, p: float, batch: int, heads: int, seqlen_q: int, seqlen_k: int,
+    mapping: str = layout.DEFAULT_MAPPING, rounds: int = layout.DEFAULT_ROUNDS, first_head: int = 0,
+    total_heads: int | None = None, first_query: int = 0, first_key: int = 0, causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1), attention_chunk: int | None = 0, keep_bits: bool = True,
     sm_margin: int = 0,
-) -> DropoutBits:
+) -> DropoutBits:  # fmt: skip
     """Generates dropout bits, one for each query and key of every query head: batch * heads * seqlen_q * seqlen_k / 8
     B.
 

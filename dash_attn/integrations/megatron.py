@@ -81,19 +81,12 @@ class DashAttention(MegatronModule):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
+        self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str,
         attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        num_splits: int | None = None,
-        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None, k_channels: int | None = None, v_channels: int | None = None,
+        num_splits: int | None = None, cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _require(dropout == 0, "attention_dropout", "0.0 (--attention-dropout 0)", dropout)
@@ -113,16 +106,11 @@ class DashAttention(MegatronModule):
         self._add_sinks(config)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor,
+        attention_mask: Tensor | None = None, attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None, packed_seq_params: PackedSeqParams | None = None,
         num_splits: int | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Computes the attention of query, key and value.
 
         Args:

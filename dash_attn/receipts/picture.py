@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from ..pictures import check_picture, new_figure
 from .comparison import open_runs
 from .pairs import Progress, common_steps, compare_steps
 from .runs import Key, Run, merge_orders
@@ -36,22 +37,16 @@ def draw(
         ValueError: ``path`` does not end in ``.png``, or the runs cannot be compared.
         ImportError: matplotlib is not installed.
     """
-    if not str(path).endswith(".png"):
-        raise ValueError(f"path must end in .png, got {str(path)!r}")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.colors import ListedColormap
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ImportError(f"drawing receipts needs matplotlib: pip install matplotlib ({error})") from error
+    check_picture(path, "receipts")
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
     with open_runs(a, b) as (one, other):
         steps = common_steps(one, other)
         order, columns, first = _scan(one, other, steps, progress)
         blocks = _blocks(one, other, None if first is None else first[0], order)
     table = [[column.get(key, _ABSENT) for column in columns] for key in order]
-    figure = Figure(figsize=(14, min(40.0, 2.5 + 0.16 * len(order))), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(14, min(40.0, 2.5 + 0.16 * len(order)))
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
     meanings = {"#d7e8d4": "the same bits", "#b3202a": "different bits", "#ffffff": "not compared"}
     same, differs, absent = meanings

@@ -74,15 +74,10 @@ any order and is non-deterministic. Only builds whose DASH_ATTN_POLICIES lists t
 
 
 def fitting(
-    *,
-    causal: bool,
-    head_dim: int = 128,
-    value_head_dim: int | None = None,
-    window: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    changed_scores: bool = False,
-    dropout: bool = False,
-) -> tuple[Schedule, ...]:
+    *, causal: bool,
+    head_dim: int = 128, value_head_dim: int | None = None, window: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0, changed_scores: bool = False, dropout: bool = False,
+) -> tuple[Schedule, ...]:  # fmt: skip
     """Returns the ``POLICIES`` that have a kernel for such calls. The arguments are those of ``resolve``."""
     call: dict[str, Any] = {"causal": causal, "head_dim": head_dim, "value_head_dim": value_head_dim, "window": window}
     call |= {"attention_chunk": attention_chunk, "changed_scores": changed_scores, "dropout": dropout}
@@ -106,15 +101,10 @@ def policy_number(name: str) -> int:
 
 def resolve(
     name: str,
-    *,
-    causal: bool,
-    head_dim: int = 128,
-    value_head_dim: int | None = None,
-    window: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    changed_scores: bool = False,
-    dropout: bool = False,
-) -> str:
+    *, causal: bool,
+    head_dim: int = 128, value_head_dim: int | None = None, window: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0, changed_scores: bool = False, dropout: bool = False,
+) -> str:  # fmt: skip
     """Returns the policy that ``schedule=name`` selects, for sequences of any length.
 
     Args:

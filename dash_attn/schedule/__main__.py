@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from ..commands import exit_status
 from . import fitting, gantt, problem, resolve, simulate
 from .simulation import ADD_TIME, PRODUCT_TIME, SIGNAL_TIME, Simulation
 
@@ -59,22 +60,11 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _played(arguments: argparse.Namespace, *, causal: bool, seqlen_k: int) -> list[Simulation]:
+    names = ("head_dim", "batch", "heads", "kv_heads", "tile_q", "tile_k", "cta_group", "head_swizzle")
+    sizes = {name: getattr(arguments, name) for name in names}
     results = []
     for policy in fitting(causal=causal, head_dim=arguments.head_dim):
-        tiles = problem(
-            policy,
-            arguments.seqlen_q,
-            seqlen_k,
-            causal=causal,
-            head_dim=arguments.head_dim,
-            batch=arguments.batch,
-            heads=arguments.heads,
-            kv_heads=arguments.kv_heads,
-            tile_q=arguments.tile_q,
-            tile_k=arguments.tile_k,
-            cta_group=arguments.cta_group,
-            head_swizzle=arguments.head_swizzle,
-        )
+        tiles = problem(policy, arguments.seqlen_q, seqlen_k, causal=causal, **sizes)
         count = arguments.batch * arguments.heads * tiles.num_query_tiles * tiles.num_kv_tiles
         if count > MAX_TILES:
             raise ValueError(
@@ -110,24 +100,23 @@ def _table(arguments: argparse.Namespace, results: list[Simulation], *, causal: 
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+def _show(arguments: argparse.Namespace) -> None:
     masks = {"causal": [True], "full": [False], "both": [True, False]}[arguments.mask]
     seqlen_k = arguments.seqlen_q if arguments.seqlen_k is None else arguments.seqlen_k
+    _check(arguments)
     drawn = []
-    try:
-        _check(arguments)
-        for causal in masks:
-            results = _played(arguments, causal=causal, seqlen_k=seqlen_k)
-            print(_table(arguments, results, causal=causal, seqlen_k=seqlen_k), flush=True)
-            drawn += results
-        if arguments.png is not None:
-            gantt.draw(drawn, arguments.png, unit=_unit(arguments))
-            print(f"wrote {arguments.png}")
-    except (ValueError, ImportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    for causal in masks:
+        results = _played(arguments, causal=causal, seqlen_k=seqlen_k)
+        print(_table(arguments, results, causal=causal, seqlen_k=seqlen_k), flush=True)
+        drawn += results
+    if arguments.png is not None:
+        gantt.draw(drawn, arguments.png, unit=_unit(arguments))
+        print(f"wrote {arguments.png}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    return exit_status(lambda: _show(arguments), ValueError, ImportError, OSError)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike
 
+from ..pictures import check_picture, new_figure
 from .simulation import Simulation
 
 MAX_TASKS = 20_000
@@ -23,8 +24,7 @@ def draw(simulations: Sequence[Simulation], path: str | PathLike[str], unit: str
         ValueError: ``path`` does not end in ``.png``, or a simulation has no tasks or more than ``MAX_TASKS``.
         ImportError: matplotlib is not installed.
     """
-    if not str(path).endswith(".png"):
-        raise ValueError(f"path must end in .png, got {str(path)!r}")
+    check_picture(path, "a schedule")
     if not simulations:
         raise ValueError("simulations must hold at least one simulation, got none")
     for simulation in simulations:
@@ -33,19 +33,13 @@ def draw(simulations: Sequence[Simulation], path: str | PathLike[str], unit: str
                 f"simulations must have between 1 and {MAX_TASKS} recorded tasks each, got "
                 f"{len(simulation.tasks)} for {simulation.schedule!r}"
             )
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.collections import PolyCollection
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise ImportError(f"drawing a schedule needs matplotlib: pip install matplotlib ({error})") from error
     from matplotlib import colormaps
+    from matplotlib.collections import PolyCollection
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     heights = [max(1.2, 0.22 * simulation.sms) for simulation in simulations]
     layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.08)
-    figure = Figure(figsize=(14, 0.8 + sum(heights) + 0.6 * len(heights)), dpi=110, layout=layout)
-    FigureCanvasAgg(figure)
+    figure = new_figure(14, 0.8 + sum(heights) + 0.6 * len(heights), layout)
     rows = figure.subplots(len(simulations), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     palette = [colormaps["tab20"](index) for index in range(20)]
     for axes, simulation in zip(rows, simulations):

@@ -4,6 +4,7 @@ Works on any device, as gpu_support does.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import gpu_support as support
 import torch
@@ -31,9 +32,27 @@ def problem_of(head_dims: tuple[int, int], shape: tuple[int, ...], dropout_p: fl
     return Problem(*shape, head_dims[0], value_head_dim=head_dims[1], dropout_p=dropout_p, **options)
 
 
-def policies(problem: Problem) -> list[str]:
-    """One that adds in order, and order_free."""
-    return [policy for policy in support.policies(problem) if policy in ("descending", "order_free")]
+def check_replays(
+    graph: torch.cuda.CUDAGraph,
+    results: dict[str, torch.Tensor],
+    eager: Callable[[], dict[str, torch.Tensor]],
+    label: str,
+) -> None:
+    """Each replay of a graph that leaves `results` drops other elements, and follows torch's seed as `eager` does."""
+
+    def replay() -> dict[str, torch.Tensor]:
+        graph.replay()
+        return {name: x.clone() for name, x in results.items()}
+
+    torch.manual_seed(4)
+    first, second = replay(), replay()
+    assert all(not torch.equal(first[name], second[name]) for name in first)
+    torch.manual_seed(4)
+    support.assert_same_bits(replay(), first, f"{label}, a replay under the same seed")
+    support.assert_same_bits(replay(), second, f"{label}, the next one")
+    # Both passes drop the same: an eager call under that seed has these bits.
+    torch.manual_seed(4)
+    support.assert_same_bits(eager(), first, f"{label}, eager")
 
 
 def single(problem: Problem, query: int, key: int) -> torch.Tensor:

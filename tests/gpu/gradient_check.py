@@ -79,11 +79,11 @@ def row_bounds(problem: Problem, inputs: Inputs, exact: Attention, kernel: bool 
         "dk": scale * of_kv_heads(ds.mT @ q.norm(dim=-1, keepdim=True)),
         "dv": of_kv_heads(p.mT @ dout_norm),
     }
-    if problem.alibi or problem.sinks or problem.dropout_p:
+    if problem.sinks:
         # Which may leave a row next to no weight: order-free sums promise half a unit a KV tile (docs/order_free.md).
         largest_k = k.abs().amax(dim=-1, keepdim=True)
         largest = (largest_k * v.norm(dim=-1, keepdim=True)).amax(dim=2, keepdim=True)
-        of_row = kept_scale * dout_norm * largest + delta.abs() * largest_k.amax(dim=2, keepdim=True)
+        of_row = dout_norm * largest + delta.abs() * largest_k.amax(dim=2, keepdim=True)
         tiles = -(-problem.seqlen_k // FEWEST_KEYS_OF_A_TILE)
         units = scale * tiles * 2.0**-30 / 1.5 * k.shape[-1] ** 0.5 * of_row
         bounds[ORDER_FREE_DQ] = bounds["dq"] + units

@@ -85,15 +85,9 @@ def outputs_of(
 
 
 def dense_attention(
-    problem: Problem,
-    policy: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    scores: Scores = PLAIN,
-    columns: torch.Tensor | None = None,
-) -> dict[str, torch.Tensor]:
+    problem: Problem, policy: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
+    scores: Scores = PLAIN, columns: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     assert (columns is not None) == bool(problem.column_bounds), f"{problem}: the mask by key columns is missing"
     arguments = dict(mask_arguments(problem), schedule=policy, startend_row_indices=columns)
     return outputs_of(dash_attn.flash_attn_func, (q, k, v), dout, scores, arguments)

@@ -9,7 +9,7 @@ import gpu_support as support
 import gradient_check
 import pytest
 import torch
-from dropout_checks import DTYPES, HEAD_DIMS, MASKS, policies, problem_of
+from dropout_checks import DTYPES, HEAD_DIMS, MASKS, problem_of
 from pack_checks import Pool, accuracy_failures, assert_as_alone, lay_out, make_pack, varlen_attention
 from products import spread
 
@@ -25,7 +25,7 @@ SINKS = dict(sinks=True, lse_gradient=True)
 
 
 def assert_right(problems, device: str) -> None:
-    lines = gradient_check.check_together(problems, device, policies)
+    lines = gradient_check.check_together(problems, device, support.policies)
     assert not lines, "\n".join(lines)
 
 
@@ -92,7 +92,7 @@ def test_bits_that_nobody_may_look_at_change_nothing(head_dims, mask, device):
     made = dropout_checks.bits_for(problem, DropoutState(inputs.scores.dropout.rng_state)).bits
     assert not torch.equal(made, poisoned)
     other = dataclasses.replace(inputs, scores=dropout_checks.with_bits(inputs, made))
-    for policy in policies(problem):
+    for policy in support.policies(problem):
         found, expected = (dropout_checks.results(problem, x, policy) for x in (inputs, other))
         support.assert_same_bits(found, expected, f"{problem} {policy}")
 
@@ -122,7 +122,7 @@ def test_all_bits_set_only_scale(head_dims, mask, scaling, device):
     scores = dropout_checks.with_bits(inputs, torch.full_like(inputs.scores.dropout.bits, 255))
     inputs = dataclasses.replace(inputs, scores=scores)
     plain_problem, plain = dropout_checks.without_dropout(problem, inputs)
-    for policy in policies(problem):
+    for policy in support.policies(problem):
         found = dropout_checks.results(problem, inputs, policy)
         expected = dropout_checks.results(plain_problem, plain, policy)
         expected = {name: x if name == "softmax_lse" else factor * x for name, x in expected.items()}
@@ -136,7 +136,7 @@ def test_all_bits_zero_drop_everything(device):
         inputs = support.random_inputs(problem, device)
         scores = dropout_checks.with_bits(inputs, torch.zeros_like(inputs.scores.dropout.bits))
         inputs = dataclasses.replace(inputs, scores=scores)
-        for policy in policies(problem):
+        for policy in support.policies(problem):
             found = dropout_checks.results(problem, inputs, policy)
             assert all(not bool(found[name].any()) for name in ("out", *support.GRADIENTS)), f"{problem} {policy}"
 
@@ -153,7 +153,7 @@ def test_packs(head_dims, mask, options, device):
     for gaps, poisoned in ((False, None), (True, 2)):
         rows = [lay_out(own, chance, gaps=gaps) for own in zip(*lengths)]
         pack = make_pack(sequences, *rows, poisoned=poisoned)
-        found = {policy: varlen_attention(pack, policy) for policy in policies(problem)}
+        found = {policy: varlen_attention(pack, policy) for policy in support.policies(problem)}
         if poisoned is None:
             lines = accuracy_failures(pack, found)
             assert not lines, f"{pack}:\n" + "\n".join(lines)

@@ -10,7 +10,7 @@ import gpu_support as support
 import pack_checks
 import pytest
 import torch
-from dropout_checks import HEAD_DIMS, MASKS, policies, problem_of
+from dropout_checks import HEAD_DIMS, MASKS, problem_of
 from pack_checks import Pack, Pool, assert_as_alone, lay_out, make_pack
 from test_sm_margin import kernels
 
@@ -54,7 +54,7 @@ def test_each_sequence_drops_what_it_does_alone(head_dims, mask, device):
     problem = problem_of(head_dims, (1, 0, 0, 4, 2), **MASKS[mask], sinks=True, lse_gradient=True)
     for gaps, poisoned in ((False, None), (True, 2)):
         pack = pack_of(problem, device, gaps, poisoned)
-        for policy in policies(problem):
+        for policy in support.policies(problem):
             assert_as_alone(pack, {policy: of_states(pack, policy)})
 
 
@@ -140,22 +140,9 @@ def test_each_replay_of_a_graph_has_a_mask_of_its_own(head_dims, device):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = call.both()
-
-    def replay() -> dict[str, torch.Tensor]:
-        graph.replay()
-        return {name: x.clone() for name, x in results.items()}
-
     for lengths in ((130, 300, 77), (300, 7, 200)):
         call.cu_seqlens.copy_(torch.tensor([0, *lengths]).cumsum(0))
-        torch.manual_seed(4)
-        first, second = replay(), replay()
-        assert all(not torch.equal(first[name], second[name]) for name in first)
-        torch.manual_seed(4)
-        support.assert_same_bits(replay(), first, f"{lengths}, a replay under the same seed")
-        support.assert_same_bits(replay(), second, f"{lengths}, the next one")
-        # Both passes drop the same: an eager call under that seed has these bits.
-        torch.manual_seed(4)
-        support.assert_same_bits(call.both(), first, f"{lengths}, eager")
+        dropout_checks.check_replays(graph, results, call.both, str(lengths))
 
 
 def test_the_host_does_not_wait(device):

@@ -1,52 +1,16 @@
 """The fingerprint kernel: the sums of the CPU bit by bit, in graphs, on streams, and nothing read or written beside."""
 
 import itertools
-import random
 
 import pytest
 import torch
+from fingerprint_support import DTYPES, random_call, random_tensor
 
 from dash_attn.receipts import Shard, block_sums
 from dash_attn.receipts.fingerprints import sums_of_parts
 
 OP = torch.ops.dash_attn_C.fingerprint_blocks
-DTYPES = [torch.uint8, torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.int16, torch.float32, torch.int64,
-          torch.complex64, torch.complex128]  # fmt: skip
 BLOCKS = [8, 64, 256, 1024, 4096, 1 << 18]
-
-
-def random_tensor(dtype, *shape, seed=0):
-    size = dtype.itemsize * torch.Size(shape).numel()
-    generator = torch.Generator().manual_seed(seed)
-    if dtype == torch.bool:
-        return torch.randint(2, shape, generator=generator).bool()
-    return torch.randint(256, (size,), generator=generator, dtype=torch.uint8).view(dtype).view(shape)
-
-
-def words_in(tensor):
-    return tensor.numel() * max(1, tensor.dtype.itemsize // 4)
-
-
-def random_call(seed, block, count):
-    """Many tensors of the CPU, with pieces in rows that begin anywhere, and how many sums they have."""
-    rng = random.Random(f"{seed} {block}")
-    tensors, pieces, total = [], [], 0
-    for number in range(count):
-        dtype = rng.choice(DTYPES)
-        per = max(1, dtype.itemsize // 4)
-        rows = rng.choice([1, 1, 2, 3, 17])
-        columns = rng.choice([1, 3, 8, 31, 64, 500, 5000, 40000 // rows])
-        pitch = columns + rng.choice([0, 1, 8, 40])
-        tensor = random_tensor(dtype, rows * pitch + rng.randrange(20), seed=number)
-        words, step = columns * per, pitch * per
-        offset = rng.randrange(words_in(tensor) - ((rows - 1) * step + words) + 1)
-        stride = words + rng.choice([0, 1, 8, 4096, 12345])
-        first = rng.choice([0, rng.randrange(10000), rng.randrange(1 << 45), rng.randrange(1 << 58)])
-        last = first + (rows - 1) * stride + words - 1
-        tensors.append(tensor)
-        pieces += [number, offset, rows, words, step, first, stride, total - first // block]
-        total += last // block - first // block + 1
-    return tensors, pieces, total
 
 
 def test_the_kernel_is_what_runs():
@@ -63,7 +27,7 @@ def test_the_kernel_is_what_runs():
 @pytest.mark.parametrize("seed", range(4))
 def test_many_tensors(seed, block):
     """Of all dtypes, lengths and alignments, more than one launch takes."""
-    tensors, pieces, total = random_call(seed, block, 200)
+    tensors, pieces, total = random_call(seed, block, 200, 40000)
     expected = OP(tensors, pieces, block, total)
     found = OP([tensor.cuda() for tensor in tensors], pieces, block, total)
     assert torch.equal(found.cpu(), expected)
@@ -134,7 +98,7 @@ def test_a_tensor_beyond_32_bits():
 
 def test_capture_and_replay():
     """A graph has in it what the launches were told, and reads the tensors anew each time."""
-    tensors, pieces, total = random_call(7, 1024, 150)
+    tensors, pieces, total = random_call(7, 1024, 150, 40000)
     on_gpu = [tensor.cuda() for tensor in tensors]
     OP(on_gpu, pieces, 1024, total)
     torch.cuda.synchronize()
@@ -170,7 +134,7 @@ def test_a_stream_of_its_own():
 
 def test_repeats_under_load():
     """Atomics come in any order; the sums do not."""
-    tensors, pieces, total = random_call(3, 256, 100)
+    tensors, pieces, total = random_call(3, 256, 100, 40000)
     on_gpu = [tensor.cuda() for tensor in tensors]
     expected = OP(tensors, pieces, 256, total)
     other, load = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")

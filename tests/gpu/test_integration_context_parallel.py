@@ -1,7 +1,5 @@
 """PyTorch's context parallelism over NCCL with dash_attn in each process, on one GPU each."""
 
-import functools
-
 import pytest
 import torch
 
@@ -20,11 +18,7 @@ RUNS_RANKS = True
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    @functools.cache
-    def run(processes):
-        return support.run(processes, tmp_path_factory.mktemp("context_parallel"), "cuda", SEQLEN)
-
-    return run
+    return support.runs(tmp_path_factory, "cuda", SEQLEN)
 
 
 cases = pytest.mark.parametrize("case", range(len(support.CASES)), ids=map(str, support.CASES))

@@ -1,19 +1,14 @@
 """dash_attn as Megatron-core's core attention: against Megatron's own, and what is refused."""
 
 import contextlib
-import os
-import pathlib
-import subprocess
-import sys
 import types
 from typing import NamedTuple
 
 import pytest
 
-import dash_attn
-
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+import example_support  # noqa: E402
 import megatron_support as support  # noqa: E402
 import torch  # noqa: E402
 from float64_reference import attention_float64, attention_in_dtype, relative_error  # noqa: E402
@@ -329,8 +324,4 @@ def test_specs():
 
 @pytest.mark.slow
 def test_example():
-    example = pathlib.Path(__file__).parents[2] / "examples" / "megatron_gpt.py"
-    paths = os.pathsep.join((str(pathlib.Path(dash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, example], env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1:] == ["the second run has the same losses, bit by bit"], done.stderr
+    assert example_support.last_line("megatron_gpt.py") == "the second run has the same losses, bit by bit"

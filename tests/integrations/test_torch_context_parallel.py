@@ -1,6 +1,5 @@
 """PyTorch's context parallelism with dash_attn in each process; they talk by gloo."""
 
-import functools
 import os
 import pathlib
 import re
@@ -25,11 +24,7 @@ SEQLEN = 64
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    @functools.cache
-    def run(processes):
-        return support.run(processes, tmp_path_factory.mktemp("context_parallel"), "cpu", SEQLEN)
-
-    return run
+    return support.runs(tmp_path_factory, "cpu", SEQLEN)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -1,19 +1,14 @@
 """torchtitan's VarlenAttention, which activates the implementation named "FA3" on a Hopper GPU."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("torchtitan.models.common.attention", reason="torchtitan is not installed", exc_type=ImportError)
 
+import example_support  # noqa: E402
 import titan_support as support  # noqa: E402
 from interface_support import assert_same_bits, kernel_calls  # noqa: E402
 from torch.nn.attention import current_flash_attention_impl  # noqa: E402
 
-import dash_attn  # noqa: E402
 import dash_attn.integrations.torch as door  # noqa: E402
 
 SEQLEN = 20
@@ -49,8 +44,4 @@ def test_the_log_sum_exp_of_its_epilogue():
 
 @pytest.mark.slow
 def test_example():
-    example = pathlib.Path(__file__).parents[2] / "examples" / "torchtitan_attention.py"
-    paths = os.pathsep.join((str(pathlib.Path(dash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, example], env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1:] == ["the gradients of three runs have the same bits"], done.stderr
+    assert example_support.last_line("torchtitan_attention.py") == "the gradients of three runs have the same bits"

@@ -52,7 +52,6 @@ class Consumer {
 
  private:
   static_assert(Variant::kClusterSize == 1, "a work tile that a cluster sits out");
-  static_assert(!Variant::kOrderFree, "partials of dQ are staged in fp32");
   using Swizzle = typename Variant::Swizzle;
   using QueryRows = KMajor<Swizzle, Variant::kQuery>;      // Q or dO as A of S, dP
   using KeyRows = KMajor<Swizzle, Variant::kKey>;          // K or V as B of S, dP; P^T or dS^T as B of dV^T, dK^T

@@ -3,29 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from ...pictures import check_picture, new_figure
 from .formulas import Row
 from .judge import WITHIN, Judged
-
-
-def _canvas(path: str, width: float, height: float) -> Any:
-    """Returns a figure that is drawn without a display.
-
-    Raises:
-        ValueError: the path does not end in .png.
-        ImportError: matplotlib is not installed.
-    """
-    if not path.endswith(".png"):
-        raise ValueError(f"path must end in .png, got {path!r}")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure as Canvas
-    except ImportError as error:
-        raise ImportError(f"drawing the model needs matplotlib: pip install matplotlib ({error})") from error
-    figure = Canvas(figsize=(width, height), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def draw(path: str, made: Sequence[Row]) -> None:
@@ -35,7 +16,8 @@ def draw(path: str, made: Sequence[Row]) -> None:
         ValueError: the path does not end in .png.
         ImportError: matplotlib is not installed.
     """
-    figure = _canvas(path, 11, 4.2)
+    check_picture(path, "the model")
+    figure = new_figure(11, 4.2)
     axes = figure.subplots(1, 2, sharey=True)
     for axis, name in zip(axes, ("sequential", "fused")):
         for block in dict.fromkeys(row.block for row in made):
@@ -58,12 +40,13 @@ def draw_judged(path: str, found: Sequence[Judged], title: str) -> None:
         ValueError: there is nothing to draw, or the path does not end in .png.
         ImportError: matplotlib is not installed.
     """
+    check_picture(path, "the model")
     if not found:
         raise ValueError("result must have rows of blocks that are both measured and predicted, got none")
     columns = list(dict.fromkeys(one.of for one in found))
     across = min(3, len(columns))
     down = -(-len(columns) // across)
-    figure = _canvas(path, 4.2 * across, 3.4 * down + 0.8)
+    figure = new_figure(4.2 * across, 3.4 * down + 0.8)
     axes = figure.subplots(down, across, squeeze=False)
     colours = {block: f"C{i}" for i, block in enumerate(dict.fromkeys(one.block for one in found))}
     lines = {}
