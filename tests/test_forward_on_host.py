@@ -253,7 +253,8 @@ FAULTS = [
     ("128", "forward/softmax.h", "|| (kRows > 1 && largest[1] >= int(limit_[1]))", "", WRONG,
      dict(seqlen_q=300, scale=4, dtype="fp16")),
     # Scores below zero, whose bits are not in their order.
-    ("128", "forward/softmax.h", "may = smallest[0] <= limit_[0] || (kRows > 1 && smallest[1] <= limit_[1])", "may = false", WRONG,
+    ("128", "forward/softmax.h", "may = smallest[0] <= limit_[0] || (kRows > 1 && smallest[1] <= limit_[1])",
+     "may = false", WRONG,
      BELOW_ZERO | dict(seqlen_q=300, dtype="fp16")),
     # Limits with a sign and without one in a thread.
     ("128", "forward/softmax.h", "for (uint32_t& limit : limit_) { limit = max(limit, kNoSign); }", "", WRONG,

@@ -1,4 +1,4 @@
-"""The forward kernels for short query tiles on the host (emulation.py), beside those for tall ones. No GPU is needed."""
+"""The forward kernels for short query tiles on the host (emulation.py), beside those for tall tiles."""
 
 import emulation
 import pytest
@@ -64,8 +64,9 @@ FAULTS = [
     ("rows.last_position(this->params_) + 1", "min_int(end, sequence.seqlen_q)", SHORT, WRONG,
      DECODE | dict(seqlen_q=72, heads=1)),
     # A K that is released before its product has completed, and one that never is.
-    ("    wait_products<2>();\n    fence_operand(s);\n    if (has_next) { arrive_once(this->shared_.k_empty[k.slot()]); }",
-     "    if (has_next) { arrive_once(this->shared_.k_empty[k.slot()]); }\n    wait_products<2>();\n    fence_operand(s);",
+    ("    wait_products<2>();\n    fence_operand(s);\n    if (has_next) { arrive",
+     "    if (has_next) { arrive_once(this->shared_.k_empty[k.slot()]); }\n    wait_products<2>();\n"
+     "    fence_operand(s);\n    if (false) { arrive",
      SHORT, WRONG, DECODE),
     ("      arrive_once(this->shared_.k_empty[this->k_.slot()]);\n", "", SHORT, NOBODY, DECODE | dict(batch=8, sms=3)),
     # Scores that are read while they are computed, and P that changes while its product reads it.

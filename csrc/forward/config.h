@@ -167,8 +167,8 @@ struct Arrivals {
   static constexpr int kConsumerWarps = Variant::kConsumerWarps;  // a lane of each warp whose products have completed
   static constexpr int kStagingWarps = kWarpgroupWarps;           // a lane of each warp that has staged its output
   // For each warpgroup: the storer, after the output has left the buffer, and every thread that has read the announced
-  // tile, for short tiles also those of the loader of V. The storers alone would do, since each has waited for a lane of all its warps, but racecheck does not follow
-  // that.
+  // tile; and for short tiles the warp that loads V. The storers alone would do, since each has waited for a lane of
+  // all its warps, but racecheck does not follow that.
   static constexpr int kDoneWithTile =
       Variant::kConsumers * (kWarpgroupThreads + (Variant::kOutputInValues ? 0 : 1)) + (Variant::kIsShort ? 32 : 0);
   static constexpr int kStorer = 1;

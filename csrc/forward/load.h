@@ -30,8 +30,8 @@ class Loader {
   using Shared = SharedStorage<Variant>;
   using Barrier = TransactionBarrier;
 
-  // `leads`: of a loader that is a warp, whether this lane does what one lane does for its warp. Must come from elect_one, because the
-  // compiler then knows that no other lane runs such code.
+  // `leads`: of a loader that is a warp, whether this lane does what one lane does for its warp. Must come from
+  // elect_one, because the compiler then knows that no other lane runs such code.
   __device__ Loader(Shared& shared, const KernelParams& params, bool leads)
       : shared_(shared), params_(params), leads_(leads) {}
 

@@ -30,8 +30,8 @@ struct LargestScores {
   int of[kRowsPerThread] = {kMinusInfinity, kMinusInfinity};
 };
 
-// kFindsLargest: whether calls may ask for the largest scores. Functions of a step with kRows = 1 leave out the thread's
-// second row, whose results then mean nothing.
+// kFindsLargest: whether calls may ask for the largest scores. With kRows = 1 the functions of a step leave out the
+// thread's second row, whose results then mean nothing.
 template <bool kFindsLargest>
 class OnlineSoftmax {
  public:
