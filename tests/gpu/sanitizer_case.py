@@ -22,7 +22,7 @@ from float64_reference import Attention, Dropout, Scores, attention_float64, rel
 from gpu_support import Problem
 from pack_checks import Pool, Rows
 
-KINDS = ("dense", "tiles", "sums", "windows", "packs", "columns", "scores", "dropout")
+KINDS = ("dense", "tiles", "short", "sums", "windows", "packs", "columns", "scores", "dropout")
 HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 WHOLE = HEAD_DIMS[0], HEAD_DIMS[2]  # at which every problem is tried
 # The last one's query heads are split over work tiles.
@@ -178,6 +178,9 @@ def planned(head_dims: tuple[int, int], sms: int, shapes: int = len(SHAPES)) -> 
     dense.append(problem_of(70, 130, heads, heads))
     # Of the forward: more query tiles than SMs.
     tiles = [problem_of(400, 150, heads, heads, causal=causal) for causal in (False, True)]
+    # Short query tiles: of the first rows of threads, of rows of several heads, and of one head's.
+    shapes_of_short = ((1, 2100, 16, 2), (20, 2100, 8, 2), (70, 2100, 2, 2))
+    short = [problem_of(*shape, causal=causal) for shape, causal in zip(shapes_of_short, (True, False, True))]
     # Of the backward: so many work tiles that the main kernel makes dQ of its sums.
     sums = [dataclasses.replace(problem_of(70, 130, 8, 8, causal=causal), batch=64) for causal in (False, True)]
     sums.append(dataclasses.replace(sums[0], causal=True, column_bounds=1))
@@ -192,6 +195,7 @@ def planned(head_dims: tuple[int, int], sms: int, shapes: int = len(SHAPES)) -> 
     return [
         *(Planned("dense", problem) for problem in dense),
         *(Planned("tiles", problem, forward_alone=True) for problem in tiles),
+        *(Planned("short", problem, forward_alone=True) for problem in short),
         *(Planned("sums", problem) for problem in sums),
         *(Planned("windows", problem) for problem in windows),
         *(Planned("packs", problem, is_pack=True) for problem in packs),
