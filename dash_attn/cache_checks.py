@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import checks, dtensors
-from .packs import rows_of_sequences
+from .packs import multiples, rows_of_sequences
 
 if TYPE_CHECKING:
     from .kvcache import Cache, NewKeys
@@ -287,17 +287,18 @@ def _check_indices_on_device(cache: Cache, new: NewKeys) -> None:
 def _check_table_on_device(cache: Cache, new: NewKeys) -> None:
     if cache.table is None:
         return
-    num_new: int | Tensor = 0
+    ends = cache.capacity() if cache.seqlens is None else cache.seqlens
     if new.k is not None:
-        num_new = new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff()
-    ends = cache.capacity() if cache.seqlens is None else cache.seqlens + num_new
-    starts = torch.arange(cache.table.shape[1], device=cache.table.device) * cache.k.shape[1]
-    has_keys = starts < (ends[:, None] if isinstance(ends, Tensor) else ends)
-    _check_not_negative(cache.table_name, torch.where(has_keys, cache.table, 0))
+        ends = ends + (new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff())
+    # Few operations, because decoding waits for each of them.
+    starts = multiples(cache.k.shape[1], cache.table.shape[1], cache.table.device, torch.int64)
+    is_unused = starts >= (ends[:, None] if isinstance(ends, Tensor) else ends)
+    _check_not_negative(cache.table_name, cache.table, is_unused)
 
 
-def _check_not_negative(name: str, x: Tensor) -> None:
-    checks.check_values((x >= 0).all(), f"{name} must be at least 0 wherever it is used, got a negative value")
+def _check_not_negative(name: str, x: Tensor, is_unused: Tensor | None = None) -> None:
+    is_allowed = x >= 0 if is_unused is None else is_unused | (x >= 0)
+    checks.check_values(is_allowed.all(), f"{name} must be at least 0 wherever it is used, got a negative value")
 
 
 def _check_range(name: str, values: list[int], largest: int) -> None:

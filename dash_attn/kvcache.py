@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import cache_checks, checks, ops, rotary  # noqa: F401  ops registers torch.ops.dash_attn
-from .packs import sequence_of_rows
+from .packs import multiples, sequence_of_rows
 
 
 def flash_attn_with_kvcache(
@@ -112,7 +112,7 @@ def flash_attn_with_kvcache(
         q, cache, new, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, s_aux=s_aux,
     )  # fmt: skip
-    return (out, softmax_lse) if return_softmax_lse else out
+    return (out, softmax_lse.contiguous()) if return_softmax_lse else out
 
 
 class Cache(NamedTuple):
@@ -164,8 +164,8 @@ def attend(
     s_aux: Tensor | None = None,
     sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `flash_attn_with_kvcache`. With cu_seqlens_q the queries are a variable-length batch, and the
-    log-sum-exp is (heads, total_q)."""
+    """Computes `flash_attn_with_kvcache`, with a log-sum-exp that may not be contiguous. With cu_seqlens_q the queries
+    are a variable-length batch, and the log-sum-exp is (heads, total_q)."""
     causal = checks.as_flag("causal", causal)
     window = checks.as_window(window_size)
     scores = checks.as_scores(softcap, alibi_slopes, learnable_sink, s_aux)
@@ -201,7 +201,7 @@ def attend(
     packed_q, seqlen_q = q, q.shape[1]
     if cu_seqlens_q is None:
         packed_q = q.flatten(0, 1)
-        cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
+        cu_seqlens_q = multiples(seqlen_q, batch + 1, q.device)
     arguments |= {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q}
     pages = _pages(cache, batch)
     if pages is not None:
@@ -222,7 +222,7 @@ def attend(
         )
     if packed_q is q:
         return out, softmax_lse
-    return out.unflatten(0, (batch, seqlen_q)), softmax_lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1).contiguous()
+    return out.unflatten(0, (batch, seqlen_q)), softmax_lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
 
 
 def varlen_attention(
@@ -451,8 +451,8 @@ def _rows(k: Tensor, v: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
     else:
         total = (k.shape[0] - 1) * pitch + k.shape[1] if k.shape[0] else 0
         rows = [x.as_strided((total, *x.shape[2:]), x.stride()[1:]) for x in (k, v)]
-    starts = (torch.arange(batch + 1, dtype=torch.int32, device=k.device) * pitch).clamp_(max=total)
-    return rows[0], rows[1], starts
+    starts = multiples(pitch, batch + 1, k.device)
+    return rows[0], rows[1], starts if batch * pitch <= total else starts.clamp_(max=total)
 
 
 def _pitch(cache: Tensor) -> int | None:

@@ -105,6 +105,13 @@ def check_lengths(
                 )
 
 
+def multiples(step: int, count: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    """Returns 0, step, 2 * step, ... (count,), in one operation."""
+    if step == 0:
+        return torch.zeros(count, dtype=dtype, device=device)
+    return torch.arange(0, count * step, step, dtype=dtype, device=device)
+
+
 def rows_of_sequences(side: str, cu_seqlens: Tensor, seqused: Tensor | None, total: int) -> list[slice]:
     """Returns the rows of each sequence of `side`, "q" or "k". Raises a ValueError if they exceed the `total` rows."""
     offsets = cu_seqlens.tolist()

@@ -305,7 +305,7 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     if not return_softmax_lse:
         return out
-    return out, minus_infinity_without_keys(softmax_lse), *no_splits(q)
+    return out, minus_infinity_without_keys(softmax_lse.contiguous()), *no_splits(q)
 
 
 def flash_attn_combine(

@@ -66,7 +66,7 @@ def _flash_attn_forward(
             raise ValueError("cu_seqlens_k must be None with a cache (page_table, kv_batch_idx, leftpad_k or k_new)")
         cache = kvcache.Cache(k, v, seqused_k, kv_batch_idx, leftpad_k, page_table, "page_table")
         out, softmax_lse = kvcache.attend(q, cache, new, cu_seqlens_q=cu_seqlens_q, seqused_q=seqused_q, **arguments)
-        softmax_lse = minus_infinity_without_keys(softmax_lse)
+        softmax_lse = minus_infinity_without_keys(softmax_lse.contiguous())
     else:
         pack = as_pack(q, k, v, Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
         out, softmax_lse = calls.forward(

@@ -10,6 +10,7 @@ from gpu_support import Inputs, Problem
 GIB = 1 << 30
 FAR = (1 << 31) + 64  # elements between two heads, 16-byte aligned
 
+pytestmark = pytest.mark.alone
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
