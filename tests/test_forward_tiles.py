@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dash_attn._schedule import ForwardTiles
+from dash_attn._schedule import ForwardPack, ForwardTiles
 
 SMS = 132
 HEAD_DIMS = st.sampled_from([(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]).map(
@@ -146,3 +146,20 @@ def test_bad_input_names_the_argument(change, message):
     good = dict(batch=1, seqlen_q=5, seqlen_k=5, heads=8, kv_heads=2, head_dim=64, causal=False, sms=4)
     with pytest.raises(ValueError, match=message):
         ForwardTiles(**{**good, **change})
+
+
+@pytest.mark.parametrize("seqlen_q, rows", [(1, 64), (16, 64), (17, 192)])
+def test_sequences_with_few_rows_have_short_tiles(seqlen_q, rows):
+    """However many there are: their tiles have a kernel of their own."""
+    tiles = ForwardTiles(
+        batch=600, seqlen_q=seqlen_q, seqlen_k=8192, heads=32, kv_heads=8, head_dim=128, causal=True, sms=SMS
+    )
+    assert tiles.tile_positions * (32 // tiles.head_groups) == rows
+
+
+@pytest.mark.parametrize("last, rows", [(1, 64), (2, 192), (600, 192)])
+def test_packs_have_short_tiles_where_all_sequences_may_have_as_few_rows(last, rows):
+    """A pack whose mean length is whole counts as a step of decoding; the host knows nothing else of the lengths."""
+    lengths = [(1, 8192)] * 499 + [(last, 8192)]
+    pack = ForwardPack(lengths=lengths, heads=32, kv_heads=8, head_dim=128, causal=True, sms=SMS)
+    assert pack.tile_positions * (32 // pack.head_groups) == rows

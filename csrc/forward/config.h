@@ -114,7 +114,7 @@ struct ColumnsOfTile {
   const HiddenQueries* keys;  // of its sequence, from the first one on
 };
 
-// What the loader of V has to know besides of an announced short query tile.
+// What else the loader of V must know of an announced short query tile.
 template <typename Variant>
 struct KeyRowsOfTiles {
   RowOrigin of[Variant::kTileSlots];

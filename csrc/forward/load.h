@@ -63,7 +63,7 @@ class Loader {
     return int(gridDim.x) + taken;
   }
 
-  // Whether a KV tile is found while the one before it is loaded. Slopes leave no registers for that.
+  // Whether a KV tile is found while the one before it is loaded. Beside slopes there are no registers for that.
   static constexpr bool kFindsEarly = kHasPages && Variant::Score::kKind == ScoreKind::kPlain;
 
   struct Tile : AnnouncedTile {
@@ -257,7 +257,8 @@ class Loader {
     }
   }
 
-  // Keys that one query tile alone reads, as in decoding, would drive what others read out of L2.
+  // In decoding, one query tile of a sequence reads the keys. They would drive what all CTAs read, as instructions, out
+  // of L2.
   __device__ __forceinline__ uint64_t key_hint() const {
     const QueryTileScheduler& scheduler = params_.scheduler;
     return Variant::kIsShort && scheduler.query_tiles * scheduler.groups_per_kv == 1 ? kReadOnce : kKeepInL2;

@@ -115,7 +115,7 @@ class ShortConsumer : Consumer<Variant> {
       this->k_ = k.next();
       this->wait_for_k();
     }
-    this->issue_s(ahead);  // without a next one again those with this K: ptxas serializes products that are conditional
+    this->issue_s(ahead);  // for no next tile with this K again: ptxas serializes conditional products
     wait_products<2>();
     fence_operand(s);
     if (has_next) { arrive_once(this->shared_.k_empty[k.slot()]); }

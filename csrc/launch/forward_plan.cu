@@ -49,28 +49,28 @@ forward::QueryTileScheduler make_scheduler(const ForwardPlan& plan) {
 }
 
 // Whether tiles have rows for one warpgroup and see keys from the first one on, as the kernels of short tiles require,
-// and these kernels are faster: they take 0.7 of the time for a KV tile, but 1 to 3 us more to start, and where many
-// CTAs read a plain cache, the memory limits both.
+// and these kernels are faster: they take less time for a KV tile, but more to start, and are no faster if all SMs read
+// plain caches.
 bool short_tiles_pay(const ForwardPlan& plan) {
   constexpr int kEnoughKeys = 2048, kManyTilesOfCta = 3;
   const ForwardArguments& a = plan.call;
   const forward::QueryTileScheduler& s = plan.params.scheduler;
   const int mean_keys = a.is_pack() ? a.seqlen_k / a.batch : a.seqlen_k;
   return s.tile_positions << s.group_shift == kWarpgroupRows && s.first_is_short && !a.needs_column_kernel() &&
-         (a.pages.exists() || (mean_keys >= kEnoughKeys && s.num_tiles < kManyTilesOfCta * int64_t{a.num_sms}));
+         (a.pages.exists() || (mean_keys >= kEnoughKeys && num_tiles(s) < kManyTilesOfCta * int64_t{a.num_sms}));
 }
 
-// The kernels of short tiles serve every mask as a window. The others serve tiles of any height, with the same bits.
-const ForwardKernel* choose_kernel(ForwardPlan& plan) {
-  ForwardArguments& a = plan.call;
-  if (short_tiles_pay(plan)) {
-    const MaskRule window{MaskKind::kWindow, a.mask.as_window()};
-    if (const ForwardKernel* const kernel = short_forward_kernel_of(a, window)) {
-      a.mask = window;
-      return kernel;
-    }
+// The kernel of `call`, whose tiles may have any height. A kernel of short tiles, which serves every mask as a window
+// and has the same bits, replaces it if this build has one and short tiles pay.
+const ForwardKernel* choose_kernel(const ForwardArguments& call, ForwardPlan& plan) {
+  const ForwardKernel* kernel = &forward_kernel_of(call, plan.call.mask);
+  if (!short_tiles_pay(plan)) { return kernel; }
+  const MaskRule window{MaskKind::kWindow, plan.call.mask.as_window()};
+  if (const ForwardKernel* const of_short_tiles = short_forward_kernel_of(call, window)) {
+    plan.call.mask = window;
+    kernel = of_short_tiles;
   }
-  return &forward_kernel_of(a, a.mask);
+  return kernel;
 }
 
 void make_tensor_maps(const ForwardArguments& a, const ForwardKernel& kernel, forward::KernelParams& params) {
@@ -108,7 +108,7 @@ ForwardPlan plan_forward(const ForwardArguments& call) {
   }
   forward::KernelParams& params = plan.params;
   params.scheduler = make_scheduler(plan);
-  plan.kernel = choose_kernel(plan);
+  plan.kernel = choose_kernel(call, plan);
   make_tensor_maps(a, *plan.kernel, params);
   params.softmax_lse = a.softmax_lse;
   params.lse_head_stride = a.seqlen_q;

@@ -109,7 +109,7 @@ struct ForwardProblem {
   HeadDims head_dims;
   int ctas;  // at most
   bool drops;
-  bool has_equal_lengths = true;  // all sequences have as many queries
+  bool has_equal_lengths = true;  // all sequences have as many queries, in a pack presumably
 };
 
 constexpr int64_t num_tiles(QueryTileScheduler const& s) { return int64_t{s.batch} * s.head_groups * s.query_tiles; }
