@@ -26,7 +26,7 @@ def check(program, **call):
 def deciding_program(tmp_path_factory):
     """Of row 128: one that looks for the largest score in every step."""
     folder = tmp_path_factory.mktemp("deciding")
-    csrc = emulation.source(folder, ("forward/softmax.h", "if (!may_move(s)) { return false; }", ""))
+    csrc = emulation.source(folder, ("forward/softmax.h", "if (!may_move<kRows>(s)) { return false; }", ""))
     return emulation.build(csrc, ["forward.cpp"], "128", folder / "forward")
 
 
