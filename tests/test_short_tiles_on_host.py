@@ -79,7 +79,7 @@ FAULTS = [
     ("      arrive_once(this->shared_.k_empty[this->k_.slot()]);\n", "", SHORT, NOBODY, MANY_PAGES),
     # Scores that are read while they are computed, and P that changes while its product reads it.
     ("wait_products<2>();", "wait_products<3>();", SHORT, WRONG, PAGES),
-    ("wait_products<1>();", "wait_products<2>();", SHORT, "a register", PAGES),
+    ("complete_out<1>(out, p);", "complete_out<2>(out, p);", SHORT, "a register", PAGES),
     # A mask that is left out.
     ("if (masked) {", "if (false) {", SHORT, WRONG, PAGES | dict(pack="1:90")),
     # A loader of V that gives no tile back.

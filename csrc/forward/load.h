@@ -257,8 +257,8 @@ class Loader {
     }
   }
 
-  // In decoding, one query tile of a sequence reads the keys. They would drive what all CTAs read, as instructions, out
-  // of L2.
+  // In decoding, one query tile of a sequence reads the keys. Kept in L2, they would displace what all CTAs read, such
+  // as instructions.
   __device__ __forceinline__ uint64_t key_hint() const {
     const QueryTileScheduler& scheduler = params_.scheduler;
     return Variant::kIsShort && scheduler.query_tiles * scheduler.groups_per_kv == 1 ? kReadOnce : kKeepInL2;

@@ -326,8 +326,10 @@ class Consumer {
     k_ = k_.next();
   }
 
+  // kLater: the groups of products that were issued after P V.
+  template <int kLater = 0>
   __device__ __forceinline__ void complete_out(Output& out, PackedScores& p) {
-    wait_products<0>();
+    wait_products<kLater>();
     fence_operand(out);
     fence_operand(p);
     arrive_once(shared_.v_empty[v_.slot()]);

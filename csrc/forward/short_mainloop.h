@@ -115,7 +115,8 @@ class ShortConsumer : Consumer<Variant> {
       this->k_ = k.next();
       this->wait_for_k();
     }
-    this->issue_s(ahead);  // for no next tile with this K again: ptxas serializes conditional products
+    // Without a next tile, S of this K is computed again, because ptxas serializes conditional products.
+    this->issue_s(ahead);
     wait_products<2>();
     fence_operand(s);
     if (has_next) { arrive_once(this->shared_.k_empty[k.slot()]); }
@@ -125,11 +126,7 @@ class ShortConsumer : Consumer<Variant> {
     softmax.template exponentiate<kRows>(s, corrects, correction);
     fence_operand(s);
     this->wait_for_next_v();  // ends the basic block: ptxas would move the exponentials past the wait for products
-    wait_products<1>();
-    fence_operand(out);
-    fence_operand(p);
-    arrive_once(this->shared_.v_empty[this->v_.slot()]);
-    this->v_ = this->v_.next();
+    this->template complete_out<1>(out, p);
     if (__builtin_expect(corrects, false)) { correct_rows(out, correction); }
     pack_slices<typename Base::Element>(p, s);
   }
