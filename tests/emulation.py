@@ -4,27 +4,34 @@ what a weak memory model would let pass, or a kernel that starts before another 
 anything is."""
 
 import concurrent.futures
+import functools
 import os
 import pathlib
 import platform
 import re
 import shutil
 import subprocess
+import tempfile
+import threading
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 EMULATOR = ROOT / "tests" / "emulator"
 ROWS = ("64", "96", "128", "192x128", "192", "256")
-# A change of the source: dQ is made of its sums by who adds last, however small a call is. That changes no bits.
-ALWAYS_FINISHES = ("placement/finishing.h", "kFewestWorkTiles = 1024", "kFewestWorkTiles = 0")
+# Choices of the plans that change no bits, which a call may make (call.h).
+CHOICES = (
+    ("launch/backward_plan.cu", "  TileGrid mean = grid;\n",
+     "  if (emulator::finishes_dq) { return *emulator::finishes_dq; }\n  TileGrid mean = grid;\n"),
+    ("launch/forward_plan.cu", "(a.pages.exists() || (", "(emulator::has_short_tiles || a.pages.exists() || ("),
+)  # fmt: skip
 
 
 def source(folder: pathlib.Path, *changes: tuple[str, str, str]) -> pathlib.Path:
     """A copy of the sources in which what is PTX is the host's. `changes`: a file in which a text, which stands there
     once, becomes another."""
     csrc = shutil.copytree(ROOT / "csrc", folder / "csrc")
-    for file, before, after in changes:
+    for file, before, after in (*CHOICES, *changes):
         text = (csrc / file).read_text()
         assert text.count(before) == 1
         (csrc / file).write_text(text.replace(before, after))
@@ -44,9 +51,10 @@ def source(folder: pathlib.Path, *changes: tuple[str, str, str]) -> pathlib.Path
 
 
 def kernel_of(call: dict[str, object]) -> str:
-    """The C++ types of the one kernel that serves a call."""
-    dtype = {"bf16": "BFloat16", "fp16": "Float16"}[call.get("dtype", "bf16")]
-    mask = {"full": "Full", "causal": "Causal", "window": "Windowed"}[call.get("mask", "full")]
+    """The C++ types of the one kernel that serves a call, or of those for any dtype or mask."""
+    dtype = {"bf16": "BFloat16", "fp16": "Float16", "any": "BFloat16,Float16"}[call.get("dtype", "bf16")]
+    mask = {"full": "Full", "causal": "Causal", "window": "Windowed", "any": "Full,Causal,Windowed"}
+    mask = mask[call.get("mask", "full")]
     if "columns" in call or "max_logits" in call:
         mask = "Columns"
     score = "Dropout" if "dropout" in call else "Plain"
@@ -60,51 +68,64 @@ def compiler(csrc: pathlib.Path, row: str) -> list[str | pathlib.Path]:
     if found is None or platform.machine() != "x86_64":
         pytest.skip("no C++ compiler for x86-64 is on this machine")
     # Values may be read as another type, as in CUDA. -O2 takes half as long again, and its programs are no faster.
-    flags = ["-O1", "-march=native", "-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing"]
-    flags += [f"-I{folder}" for folder in (EMULATOR, EMULATOR / "include", csrc)] + [f"-DEMULATED_DIMS=Dims{row}"]
-    return [found, *flags, "-include", EMULATOR / "cuda_names.h"]
+    command = [found, "-O1", "-march=native", "-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing"]
+    folders = (precompiled(*command), EMULATOR, EMULATOR / "include", csrc)
+    names = [f"-DEMULATED_DIMS=Dims{row}", "-include", "cuda_names.h"]
+    return [*command, *(f"-I{folder}" for folder in folders), *names]
+
+
+@functools.cache
+def precompiled(*command: str) -> str:
+    """The folder of what all sources include first, precompiled."""
+    name = f"{OBJECTS_FOLDER.name}/cuda_names.h.gch"
+    subprocess.run([*command, "-w", "-x", "c++-header", EMULATOR / "cuda_names.h", "-o", name], check=True)
+    return OBJECTS_FOLDER.name
+
+
+# What programs for all rows of the table of tiles have in common, by their names.
+SHARED = {"forward": ["forward.cpp"], "backward": ["backward.cpp", "stages.cpp"]}
+OBJECTS_FOLDER = tempfile.TemporaryDirectory()
+OBJECTS: dict[str, pathlib.Path] = {}  # by the preprocessed text
+OBJECTS_LOCK = threading.Lock()
+
+
+def shared_object(csrc: pathlib.Path, name: str) -> pathlib.Path:
+    """The object of a file of tests/emulator, compiled once for all sources that are the same to it."""
+    command = [*compiler(csrc, ROWS[0]), EMULATOR / name]
+    text = subprocess.run([*command, "-E", "-P"], check=True, capture_output=True, text=True).stdout
+    with OBJECTS_LOCK:
+        if text not in OBJECTS:
+            found = pathlib.Path(OBJECTS_FOLDER.name) / f"{len(OBJECTS)}.o"
+            subprocess.run([*command, "-c", "-o", found], check=True)
+            OBJECTS[text] = found
+        return OBJECTS[text]
 
 
 def build(
     csrc: pathlib.Path,
-    sources: list[str | pathlib.Path],
+    name: str,
     row: str,
     program: pathlib.Path,
     only: dict[str, object] | None = None,
 ) -> pathlib.Path:
-    """Compiles files of tests/emulator and links them with objects; into an object where `program` is one.
-    With the one kernel that serves the call `only`, which takes a fraction of the time."""
-    command = compiler(csrc, row) + ["-c"] * (program.suffix == ".o")
-    command += [] if only is None else [f"-DEMULATED_ONLY={kernel_of(only)}"]
-    subprocess.run([*command, *(EMULATOR / name for name in sources), "-o", program], check=True)
+    """The program "forward" or "backward", with the kernels of a row of the table of tiles; with those that serve the
+    call `only`, which takes a fraction of the time."""
+    command = [*compiler(csrc, row), *([] if only is None else [f"-DEMULATED_ONLY={kernel_of(only)}"])]
+    files = [EMULATOR / f"{name}_kernels.cpp", *(shared_object(csrc, file) for file in SHARED[name])]
+    subprocess.run([*command, *files, "-o", program], check=True)
     return program
 
 
 def build_rows(
     csrc: pathlib.Path,
-    sources: list[str | pathlib.Path],
+    name: str,
     folder: pathlib.Path,
     rows: tuple[str, ...] = ROWS,
     only: dict[str, object] | None = None,
 ) -> dict[str, pathlib.Path]:
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        programs = pool.map(lambda row: build(csrc, sources, row, folder / f"program_{row}", only), rows)
+        programs = pool.map(lambda row: build(csrc, name, row, folder / f"{name}_{row}", only), rows)
         return dict(zip(rows, programs))
-
-
-class SharedObject:
-    """The object of a file of tests/emulator, compiled once for all sources that are the same to it."""
-
-    def __init__(self, name: str, folder: pathlib.Path) -> None:
-        self.name, self.folder = name, folder
-        self.objects: dict[str, pathlib.Path] = {}  # by the preprocessed text
-
-    def of(self, csrc: pathlib.Path) -> pathlib.Path:
-        preprocess = [*compiler(csrc, ROWS[0]), "-E", "-P", EMULATOR / self.name]
-        text = subprocess.run(preprocess, check=True, capture_output=True, text=True).stdout
-        if text not in self.objects:
-            self.objects[text] = build(csrc, [self.name], ROWS[0], self.folder / f"{len(self.objects)}.o")
-        return self.objects[text]
 
 
 def run(program: pathlib.Path, **call) -> subprocess.CompletedProcess:
@@ -119,10 +140,7 @@ def run(program: pathlib.Path, **call) -> subprocess.CompletedProcess:
 def check(program: pathlib.Path, machines: tuple[tuple[int, int], ...], **call) -> str:
     """Right, and the same bits on every machine, which is (SMs, the order in which threads have their turns). Returns
     the bits' digest."""
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = list(pool.map(lambda machine: run(program, **call, sms=machine[0], seed=machine[1]), machines))
-    for (sms, seed), result in zip(machines, results):
-        assert result.returncode == 0, f"{call}, {sms} SMs, seed {seed}: {result.stdout}{result.stderr}"
-    digests = {result.stdout for result in results}
-    assert len(digests) == 1, call
-    return digests.pop()
+    sms, seeds = (",".join(map(str, numbers)) for numbers in zip(*machines))
+    result = run(program, **call, sms=sms, seed=seeds)
+    assert result.returncode == 0, f"{call}: {result.stdout}{result.stderr}"
+    return result.stdout

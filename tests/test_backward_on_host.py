@@ -19,39 +19,24 @@ ROW_SCHEDULES = [(row, name) for row in ROWS for name in SCHEDULES if name == "d
 
 
 @pytest.fixture(scope="module")
-def stages(tmp_path_factory):
-    """The kernels beside the main one, which are those of every row."""
-    return emulation.SharedObject("stages.cpp", tmp_path_factory.mktemp("stages"))
-
-
-@pytest.fixture(scope="module")
-def programs(stages, tmp_path_factory):
+def programs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("backward")
     csrc = emulation.source(folder)
-    return emulation.build_rows(csrc, ["backward.cpp", stages.of(csrc)], folder)
+    return emulation.build_rows(csrc, "backward", folder)
 
 
-DIVIDED = "  if (divides(policy)) {\n"
 FINISHING_ROWS = ("64", "128")
 
 
-@pytest.fixture(scope="module")
-def finishing_programs(stages, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finishing")
-    divided = ("placement/finishing.h", DIVIDED, DIVIDED + "    return true;\n")
-    csrc = emulation.source(folder, emulation.ALWAYS_FINISHES, divided)
-    return emulation.build_rows(csrc, ["backward.cpp", stages.of(csrc)], folder, FINISHING_ROWS)
-
-
-def changed_program(stages, folder, row, call, *changes):
+def changed_program(folder, row, call, *changes):
     """With changes of the source, for calls of the kind of `call`."""
     csrc = emulation.source(folder, *changes)
-    return emulation.build(csrc, ["backward.cpp", stages.of(csrc)], row, folder / "program", only=call)
+    return emulation.build(csrc, "backward", row, folder / "program", only=call)
 
 
-def check_is_found(stages, folder, row, machines, call, *changes):
+def check_is_found(folder, row, machines, call, *changes):
     """A fault: a wrong gradient, other bits on another machine, or no end."""
-    program = changed_program(stages, folder, row, call, *changes)
+    program = changed_program(folder, row, call, *changes)
     with pytest.raises((AssertionError, subprocess.TimeoutExpired)):
         emulation.check(program, machines, **call)
 
@@ -65,8 +50,8 @@ SHIFT = dict(schedule="shift")
 
 
 @pytest.fixture(scope="module")
-def mixed_program(stages, tmp_path_factory):
-    return changed_program(stages, tmp_path_factory.mktemp("mixed"), "64", SHIFT, MIXED)
+def mixed_program(tmp_path_factory):
+    return changed_program(tmp_path_factory.mktemp("mixed"), "64", SHIFT, MIXED)
 
 
 def check(program, **call):
@@ -109,18 +94,11 @@ def test_packs(programs, row, schedule):
     dict(heads=2, kv_heads=1, mask="causal", seqlen_q=300, seqlen_k=130, dtype="fp16", head_dim=56),
     dict(infinite_row=50, lone_column=33, dtype="fp16", seqlen_q=100, seqlen_k=4),
 ], ids=str)  # fmt: skip
-def test_finished_by_who_adds_last(programs, finishing_programs, row, schedule, call):
+def test_finished_by_who_adds_last(programs, row, schedule, call):
     if {"infinite_row", "tiny_head"} & call.keys() and schedule != "order_free":
         pytest.skip("whose rows and heads it is about")
-    assert check(finishing_programs[row], schedule=schedule, **call) == check(programs[row], schedule=schedule, **call)
-
-
-@pytest.fixture(scope="module")
-def converting_programs(stages, tmp_path_factory):
-    """dQ of divided KV tiles is never made by who adds last."""
-    folder = tmp_path_factory.mktemp("converting")
-    csrc = emulation.source(folder, ("placement/finishing.h", DIVIDED, DIVIDED + "    return false;\n"))
-    return emulation.build_rows(csrc, ["backward.cpp", stages.of(csrc)], folder, FINISHING_ROWS, only=SHIFT)
+    finished, converted = (check(programs[row], schedule=schedule, finishes_dq=choice, **call) for choice in (1, 0))
+    assert finished == converted
 
 
 @pytest.mark.parametrize("row", FINISHING_ROWS)
@@ -128,12 +106,9 @@ def converting_programs(stages, tmp_path_factory):
     dict(heads=4, kv_heads=2, seqlen_q=300, seqlen_k=400),
     dict(heads=2, kv_heads=1, pack="130:250,5:600,200:0,0:300,64:64,1:129"),
 ], ids=str)  # fmt: skip
-def test_finished_in_parts(finishing_programs, converting_programs, row, call):
-    of_both = (
-        emulation.check(programs[row], LATE, schedule="shift", **call)
-        for programs in (finishing_programs, converting_programs)
-    )
-    assert len(set(of_both)) == 1
+def test_finished_in_parts(programs, row, call):
+    of_both = {emulation.check(programs[row], LATE, schedule="shift", finishes_dq=choice, **call) for choice in (0, 1)}
+    assert len(of_both) == 1
 
 
 def test_finished_by_as_many_ctas_as_there_are_work_tiles(programs):
@@ -307,22 +282,23 @@ FINISHING_FAULTS = [
 
 
 @pytest.mark.parametrize("row, file, right, wrong, call", FINISHING_FAULTS, ids=range(len(FINISHING_FAULTS)))
-def test_faults_of_finishing_are_found(finishing_programs, stages, tmp_path, row, file, right, wrong, call):
+def test_faults_of_finishing_are_found(programs, tmp_path, row, file, right, wrong, call):
     machines = tuple((4, seed) for seed in range(6))
-    emulation.check(finishing_programs[row], machines[:2], **call)
-    check_is_found(stages, tmp_path, row, machines, call, emulation.ALWAYS_FINISHES, (file, right, wrong))
+    call = dict(call, finishes_dq=1)
+    emulation.check(programs[row], machines[:2], **call)
+    check_is_found(tmp_path, row, machines, call, (file, right, wrong))
 
 
 @pytest.mark.parametrize("row, file, right, wrong, call", FAULTS, ids=range(len(FAULTS)))
-def test_faults_are_found(programs, stages, tmp_path, row, file, right, wrong, call):
+def test_faults_are_found(programs, tmp_path, row, file, right, wrong, call):
     """By a wrong gradient, or other bits on another machine; the source as it is has neither."""
     machines = tuple((4, seed) for seed in range(6))
     emulation.check(programs[row], machines[:2], **call)
-    check_is_found(stages, tmp_path, row, machines, call, (file, right, wrong))
+    check_is_found(tmp_path, row, machines, call, (file, right, wrong))
 
 
-def test_a_counter_that_is_moved_past_a_part_of_another_head_is_found(mixed_program, stages, tmp_path):
+def test_a_counter_that_is_moved_past_a_part_of_another_head_is_found(mixed_program, tmp_path):
     machines = tuple((sms, seed) for sms in (4, 5) for seed in range(6))
     call = dict(TOGETHER[0], schedule="shift")
     emulation.check(mixed_program, machines, **call)
-    check_is_found(stages, tmp_path, "64", machines, call, MIXED, COUNTER_TOO_FAR)
+    check_is_found(tmp_path, "64", machines, call, MIXED, COUNTER_TOO_FAR)

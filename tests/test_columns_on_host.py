@@ -1,5 +1,7 @@
 """Masks by key columns on the host (emulation.py): the kernels' own source, and that of the plan before them."""
 
+import functools
+
 import emulation
 import pytest
 from emulation import ROWS
@@ -20,13 +22,24 @@ SHAPES = [
 # All kernels by one call, and all calls by one kernel.
 CALLS = [(row, FORMS[0] | dict(columns="random") | SHAPES[1]) for row in ROWS]
 CALLS += [("128", form | dict(columns=kind) | shape) for form in FORMS for kind in KINDS for shape in SHAPES]
-SOURCES = {"forward": ["forward.cpp"], "backward": ["backward.cpp", "stages.cpp"]}
+PASSES = ("forward", "backward")
 
 
-@pytest.fixture(scope="module", params=SOURCES)
-def programs(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    return emulation.build_rows(emulation.source(folder), SOURCES[request.param], folder, only=dict(columns="random"))
+@pytest.fixture(scope="module")
+def programs_of(tmp_path_factory):
+    """Of a pass, by row of the table of tiles."""
+
+    @functools.cache
+    def built(name):
+        folder = tmp_path_factory.mktemp(name)
+        return emulation.build_rows(emulation.source(folder), name, folder, only=dict(columns="random"))
+
+    return built
+
+
+@pytest.fixture(params=PASSES)
+def programs(request, programs_of):
+    return programs_of(request.param)
 
 
 @pytest.mark.parametrize("row, call", CALLS, ids=str)
@@ -34,70 +47,55 @@ def test_masks_by_columns(programs, row, call):
     emulation.check(programs[row], MACHINES, **call)
 
 
-@pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES)
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_a_mask_that_hides_nothing_has_the_bits_of_the_call_without_it(tmp_path, sources, mask):
-    call = dict(mask=mask, seqlen_q=400, heads=4, kv_heads=2, batch=2)
-    found = []
-    for columns in ({}, dict(columns="nothing")):
-        folder = tmp_path / str(len(found))
-        folder.mkdir()
-        program = emulation.build(emulation.source(folder), sources, "128", folder / "program", only=call | columns)
-        found.append(emulation.check(program, ((3, 0),), **call, **columns))
-    assert found[0] == found[1]
+@pytest.mark.parametrize("name", PASSES)
+def test_a_mask_that_hides_nothing_has_the_bits_of_the_call_without_it(tmp_path, programs_of, name):
+    program = emulation.build(emulation.source(tmp_path), name, "128", tmp_path / "program", only=dict(mask="any"))
+    for mask in ("full", "causal"):
+        call = dict(mask=mask, seqlen_q=400, heads=4, kv_heads=2, batch=2)
+        with_columns = emulation.check(programs_of(name)["128"], ((3, 0),), **call, columns="nothing")
+        assert with_columns == emulation.check(program, ((3, 0),), **call)
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_the_row_of_a_nan_query_is_nan(tmp_path, row):
+def test_the_row_of_a_nan_query_is_nan(programs_of, row):
     """Also where every KV tile of the row has keys that the row does not see."""
-    program = emulation.build(
-        emulation.source(tmp_path), SOURCES["forward"], row, tmp_path / "program", only=dict(columns="documents")
-    )
+    call = dict(columns="documents", document=70, mask="causal", seqlen_q=300)
     for query in (0, 75, 299):
-        emulation.check(program, ((3, 0),), columns="documents", document=70, mask="causal", seqlen_q=300,
-                        nan_query=query)  # fmt: skip
+        emulation.check(programs_of("forward")[row], ((3, 0),), **call, nan_query=query)
 
 
-@pytest.mark.parametrize("is_right", [True, False])
-def test_which_rows_a_value_spoils_does_not_depend_on_the_gpu(tmp_path, is_right):
+def test_which_rows_a_value_spoils_does_not_depend_on_the_gpu(tmp_path, programs_of):
     """Query tiles have as many rows on a GPU with few heads for many SMs. Queries 320 to 383 see KV tiles before and
     after the value's, which is loaded for queries before 320."""
     rule = "if (p.mask.kind == MaskKind::kColumns) return;"
-    changes = () if is_right else (("placement/forward_tiles.h", rule, ""),)
+    csrc = emulation.source(tmp_path, ("placement/forward_tiles.h", rule, ""))
     call = dict(columns="prefix", document=160, mask="causal", seqlen_q=640, nan_value=170, nan_values=1)
-    program = emulation.build(
-        emulation.source(tmp_path, *changes), SOURCES["forward"], "128", tmp_path / "program", only=call
-    )
-    if is_right:
-        emulation.check(program, MACHINES, **call)
-    else:
-        with pytest.raises(AssertionError):
-            emulation.check(program, MACHINES, **call)
+    emulation.check(programs_of("forward")["128"], MACHINES, **call)
+    faulty = emulation.build(csrc, "forward", "128", tmp_path / "program", only=call)
+    with pytest.raises(AssertionError):
+        emulation.check(faulty, MACHINES, **call)
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_value_spoils_no_block_of_queries_that_sees_nothing_of_its_kv_tile(tmp_path, row):
+def test_a_value_spoils_no_block_of_queries_that_sees_nothing_of_its_kv_tile(programs_of, row):
     call = dict(columns="documents", mask="causal", seqlen_q=640, nan_values=1)
-    program = emulation.build(emulation.source(tmp_path), SOURCES["forward"], row, tmp_path / "program", only=call)
     for document, value in ((64, 70), (64, 130), (90, 10), (190, 150), (190, 191)):
-        emulation.check(program, ((3, 0),), **call, document=document, nan_value=value)
+        emulation.check(programs_of("forward")[row], ((3, 0),), **call, document=document, nan_value=value)
 
 
 @pytest.mark.parametrize("row", ["64", "128"])
-def test_whoever_adds_last_may_finish_dq(tmp_path, row):
+def test_whoever_adds_last_may_finish_dq(programs_of, row):
     """Among the query tiles are some that no KV tile adds to."""
     calls = [
         dict(columns=kind, mask="causal", seqlen_q=500, seqlen_k=400, heads=2, kv_heads=1, document=90)
         for kind in KINDS
     ] + [dict(columns="random", per_key=4, pack="130:130,1:40,200:0,0:7,333:333", heads=2)]
-    found = []
-    for changes in ((), (emulation.ALWAYS_FINISHES,)):
-        folder = tmp_path / str(len(changes))
-        folder.mkdir()
-        csrc = emulation.source(folder, *changes)
-        program = emulation.build(csrc, SOURCES["backward"], row, folder / "program", only=calls[0])
-        found.append([emulation.check(program, ((1, 0), (4, 2)), **call) for call in calls])
-    assert found[0] == found[1]
+    for call in calls:
+        found = {
+            emulation.check(programs_of("backward")[row], ((1, 0), (4, 2)), **call, finishes_dq=choice)
+            for choice in (0, 1)
+        }
+        assert len(found) == 1
 
 
 # The last query tile sees the first KV tiles and the last ones, and none of those between, which fill a word.
@@ -128,7 +126,7 @@ SPOILED = dict(document=64, seqlen_q=500, nan_value=130, nan_values=1)
 def test_faults_of_the_forward_are_found(tmp_path, file, right, wrong, kind):
     call = dict(columns="documents", mask="causal", document=70, seqlen_q=500, heads=2, kv_heads=1) | kind
     csrc = emulation.source(tmp_path, (file, right, wrong))
-    program = emulation.build(csrc, SOURCES["forward"], "64", tmp_path / "run", call)
+    program = emulation.build(csrc, "forward", "64", tmp_path / "run", call)
     with pytest.raises(AssertionError):
         emulation.check(program, ((1, 0),), **call)
 
@@ -144,6 +142,6 @@ def test_faults_of_the_forward_are_found(tmp_path, file, right, wrong, kind):
 def test_faults_are_found(tmp_path, file, right, wrong):
     call = dict(columns="documents", document=70, seqlen_q=800, heads=2, kv_heads=1)
     csrc = emulation.source(tmp_path, (file, right, wrong))
-    program = emulation.build(csrc, SOURCES["backward"], "64", tmp_path / "run", call)
+    program = emulation.build(csrc, "backward", "64", tmp_path / "run", call)
     with pytest.raises(AssertionError):
         emulation.check(program, ((1, 0),), **call)

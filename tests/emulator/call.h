@@ -1,7 +1,9 @@
 // A call on random inputs, as NAME=VALUE options describe it:
 //
 //   dtype=bf16|fp16 mask=full|causal|window left= right= chunk= batch= seqlen_q= seqlen_k= heads= kv_heads= head_dim=
-//   value_head_dim= pack=Q:K,Q:K,...  sinks=1 softcap= slopes=1 dropout= scale= sms=  seed=
+//   value_head_dim= pack=Q:K,Q:K,...  sinks=1 softcap= slopes=1 dropout= scale=
+//   finishes_dq=0|1: whether who adds last makes dQ; short_tiles=1: wherever there can be short query tiles
+//   sms=N,... seed=N,...: the machines, one after the other, which must find the same bits
 //   infinite_key=, infinite_keys=, infinite_sign=1: keys of sequence 0 whose scores are all -inf, or +inf;
 //   nan_value=, nan_values=: values that are NaN; nan_query=: a query whose head 0 is NaN;
 //   climb=, climb_keys=, climb_from=: products that are less by `climb` with every `climb_keys` keys, from `climb_from`
@@ -9,7 +11,7 @@
 //   columns=random|documents|prefix|nothing per_key=1|2|4 mask_heads= document=: a mask by key columns; documents
 //   have so many rows, and a prefix is seen by all others
 //
-// `seed` is the machine's; inputs do not depend on it.
+// Inputs do not depend on the machine.
 #pragma once
 
 #include <cmath>
@@ -19,9 +21,11 @@
 #include <string>
 #include <vector>
 
+#include "device/elements.h"
+#include "dropout/mask.h"
 #include "launch/tensor_map.cu"
-#include "launch/variant.h"
 #include "launch/workspace.h"
+#include "machine.h"
 #include "model/pack_plan.h"
 #include "tensor_of_map.h"
 
@@ -51,6 +55,8 @@ namespace emulator {
 
 using namespace dash_attn;
 
+extern const HeadDims kRow;  // of the table of tiles, which the kernels are for
+
 using Options = std::map<std::string, std::string>;
 
 inline Options read_options(int count, char** arguments) {
@@ -62,44 +68,15 @@ inline Options read_options(int count, char** arguments) {
   return options;
 }
 
-template <typename Element>
-using DtypeOf = std::conditional_t<std::is_same_v<Element, bf16>, BFloat16, Float16>;
-
-// EMULATED_ONLY names the dtype, mask, score and policy of the only kernel that is built, such as BFloat16, Causal,
-// Plain, Ordered: other calls fail.
-template <typename... Built>
-struct Only {
-  template <typename Kind>
-  static constexpr bool has = (std::is_same_v<Kind, Built> || ...);
-};
-template <typename... Kinds>
-constexpr bool is_built() {
-#ifdef EMULATED_ONLY
-  return (Only<EMULATED_ONLY>::has<Kinds> && ...);
-#else
-  return true;
-#endif
-}
-[[noreturn]] inline void fail_without_kernel() { fail("no kernel serves this"); }
-
-template <template <typename> typename TheCall, typename Element>
-void run_of(const Options& options) {
-  if constexpr (is_built<DtypeOf<Element>>()) {
-    TheCall<Element>(options).run();
-  } else {
-    fail_without_kernel();
-  }
-}
-
 // What the program `TheCall` does, for the options' dtype.
 template <template <typename> typename TheCall>
 void run(int count, char** arguments) {
   const Options options = read_options(count, arguments);
   const auto dtype = options.find("dtype");
   if (dtype != options.end() && dtype->second == "fp16") {
-    run_of<TheCall, fp16>(options);
+    TheCall<fp16>(options).run();
   } else {
-    run_of<TheCall, bf16>(options);
+    TheCall<bf16>(options).run();
   }
 }
 
@@ -122,9 +99,10 @@ class Workspace {
 class Digest {
  public:
   template <typename T>
-  void add(const std::vector<T>& array) {
+  Digest& add(const std::vector<T>& array) {
     const auto* bytes = reinterpret_cast<const uint8_t*>(array.data());
     for (size_t i = 0; i < array.size() * sizeof(T); ++i) { value_ = (value_ ^ bytes[i]) * 1099511628211u; }
+    return *this;
   }
   std::string text() const {
     char digits[17];
@@ -135,6 +113,35 @@ class Digest {
  private:
   uint64_t value_ = 1469598103934665603u;
 };
+
+// Sums of head dims, which are multiples of eight.
+using Eight = double __attribute__((vector_size(64)));
+
+inline Eight eight(const double* numbers) {
+  Eight found;
+  std::memcpy(&found, numbers, sizeof(found));
+  return found;
+}
+
+inline double product(const double* a, const double* b, int count) {
+  Eight sum = {};
+  for (int i = 0; i < count; i += 8) { sum += eight(a + i) * eight(b + i); }
+  return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
+}
+
+inline void add(double* sums, double factor, const double* numbers, int count) {
+  for (int i = 0; i < count; i += 8) {
+    const Eight sum = eight(sums + i) + factor * eight(numbers + i);
+    std::memcpy(sums + i, &sum, sizeof(sum));
+  }
+}
+
+template <typename Element>
+std::vector<double> doubles(const std::vector<Element>& elements) {
+  std::vector<double> found;
+  for (Element x : elements) { found.push_back(float(x)); }
+  return found;
+}
 
 // The inputs and outputs of a forward, and what a query sees of them.
 template <typename Element>
@@ -152,11 +159,39 @@ class Call {
     return found == options_.end() ? otherwise : found->second;
   }
 
-  void prepare(AttentionArguments& a, HeadDims dims) {
+  std::vector<int> numbers(const char* name, const char* otherwise) const {
+    std::vector<int> found;
+    std::istringstream stream(text(name, otherwise));
+    for (std::string item; std::getline(stream, item, ',');) { found.push_back(std::stoi(item)); }
+    return found;
+  }
+
+  // Launches on each machine. What the first one finds is checked; the others must find the same bits.
+  template <typename Launch, typename Bits, typename Check>
+  void on_machines(AttentionArguments& a, Launch&& launch, Bits&& bits, Check&& check) {
+    const std::vector<int> sms = numbers("sms", "4"), seeds = numbers("seed", "0");
+    std::string expected;
+    for (size_t i = 0; i < seeds.size(); ++i) {
+      a.num_sms = sms[i % sms.size()];
+      Machine on(seeds[i]);
+      machine = &on;
+      where = ", on " + std::to_string(a.num_sms) + " SMs with seed " + std::to_string(seeds[i]);
+      launch();
+      const std::string found = bits();
+      if (found != expected) { check(); }
+      if (i > 0 && found != expected) { fail("the bits are not those of the first machine"); }
+      expected = found;
+    }
+    std::fputs(expected.c_str(), stdout);
+  }
+
+  void prepare(AttentionArguments& a) {
+    if (const int choice = int(number("finishes_dq", -1)); choice >= 0) { finishes_dq = choice == 1; }
+    has_short_tiles = number("short_tiles", 0) != 0;
     const std::string pack = text("pack", "");
     a.heads = int(number("heads", 1));
     a.kv_heads = int(number("kv_heads", a.heads));
-    a.head_dims = {int(number("head_dim", dims.qk)), int(number("value_head_dim", dims.v))};
+    a.head_dims = {int(number("head_dim", kRow.qk)), int(number("value_head_dim", kRow.v))};
     a.dtype = std::is_same_v<Element, bf16> ? Dtype::kBFloat16 : Dtype::kFloat16;
     if (pack.empty()) {
       a.batch = int(number("batch", 1));
@@ -184,7 +219,6 @@ class Call {
     fill(k_, a.k, rows_k, a.seqlen_k, a.kv_heads, a.head_dims.qk);
     fill(v_, a.v, rows_k, a.seqlen_k, a.kv_heads, a.head_dims.v);
     fill(out_, a.out, rows_q, a.seqlen_q, a.heads, a.head_dims.v);
-    for (Element& x : out_) { x = Element(NAN); }
     const int infinite = int(number("infinite_key", 0)), nan = int(number("nan_value", 0));
     const int infinite_end = infinite + int(number("infinite_keys", 0)), nan_end = nan + int(number("nan_values", 0));
     const float infinity = number("infinite_sign", -1) > 0 ? INFINITY : -INFINITY;
@@ -218,14 +252,14 @@ class Call {
     for (int i = nan * value_row; i < nan_end * value_row; ++i) { v_[i] = Element(NAN); }
     nan_keys_ = {nan, nan_end - nan};
     if (nan_query() >= 0) { q_[size_t(nan_query()) * a.heads * a.head_dims.qk] = Element(NAN); }
-    lse_.assign(size_t(rows_q) * a.heads, NAN);
+    exact_q_ = doubles(q_), exact_k_ = doubles(k_), exact_v_ = doubles(v_);
+    lse_.resize(size_t(rows_q) * a.heads);
     a.softmax_lse = lse_.data();
     a.softmax_scale = float(number("scale", 1 / std::sqrt(a.head_dims.qk)));
     make_columns(a);
     const std::string mask = text("mask", "full");
     a.mask = mask_rule(mask == "causal", mask == "window" ? int(number("left", -1)) : -1,
                         mask == "window" ? int(number("right", -1)) : -1, int(number("chunk", 0)));
-    a.num_sms = int(number("sms", 4));
     a.softcap = float(number("softcap", 0));
     std::normal_distribution<float> normal;
     for (int h = 0; h < a.heads; ++h) {
@@ -337,14 +371,12 @@ class Call {
   // Of a query, whose row of the tensors is row_q, of a sequence whose first key is row first_k.
   Row row_of(const AttentionArguments& a, int sequence, int head, int query, int row_q, int first_k) const {
     const int dim = a.head_dims.qk, kv_head = head / a.group_size();
-    const Element* q = q_.data() + (size_t(row_q) * a.heads + head) * dim;
+    const double* q = exact_q_.data() + (size_t(row_q) * a.heads + head) * dim;
     const int own = query + lengths_[sequence].seqlen_k - lengths_[sequence].seqlen_q;
     Row row{mask_of(a.mask, lengths_[sequence]).keys_of(query), {}, a.sinks ? a.sinks[head] : -INFINITY, 0};
     bool sees_any = false;
     for (int key = row.keys.first; key < row.keys.end(); ++key) {
-      const Element* k = k_.data() + (size_t(first_k + key) * a.kv_heads + kv_head) * dim;
-      double score = 0;
-      for (int d = 0; d < dim; ++d) { score += double(float(q[d])) * float(k[d]); }
+      double score = product(q, exact_k_.data() + (size_t(first_k + key) * a.kv_heads + kv_head) * dim, dim);
       score *= a.softmax_scale;
       if (a.softcap > 0) { score = a.softcap * std::tanh(score / a.softcap); }
       if (a.alibi_slopes) { score -= slopes_[head] * std::abs(own - key); }
@@ -388,6 +420,7 @@ class Call {
   std::vector<int> cu_q_{0}, cu_k_{0};
   Range nan_keys_{};
   std::vector<Element> q_, k_, v_, out_;
+  std::vector<double> exact_q_, exact_k_, exact_v_;
   std::vector<float> lse_, sinks_, slopes_;
   std::vector<int> bounds_;
   std::vector<uint8_t> bits_;

@@ -1,14 +1,13 @@
-// The forward kernels of csrc/ for one row of the table of tiles, EMULATED_DIMS, on the host: `forward NAME=VALUE...`
-// runs one call (call.h) and holds output and LSE against sums in double. Only rows that see a key of their KV tiles
-// may show values that are NaN. Prints a digest of their bits, or what is wrong. With page_rows=N the keys of a pack
-// lie in pages of N rows. With max_logits=1 the kernel for masks by key columns serves the call and also finds the
-// largest logit of each head and sequence, and a digest of these follows.
+// `forward NAME=VALUE...` runs one call (call.h) of the forward on the host, linked with forward_kernels.cpp, and holds
+// output and LSE against sums in double. Only rows that see a key of their KV tiles may show values that are NaN. Prints
+// a digest of their bits, or what is wrong. With page_rows=N the keys of a pack lie in pages of N rows. With
+// max_logits=1 the kernel for masks by key columns serves the call and also finds the largest logit of each head and
+// sequence, and a digest of these follows.
 #include <algorithm>
 #include <numeric>
 
 #include "call.h"
 #include "launch/column_plan.cu"
-#include "launch/compiled_forward.h"
 #include "launch/forward_plan.cu"
 
 using namespace dash_attn;
@@ -22,59 +21,30 @@ class ForwardCall : emulator::Call<Element> {
   using Base::Base;
 
   void run() {
-    using Dims = EMULATED_DIMS;
-    this->prepare(a_, Dims::kDims);
+    this->prepare(a_);
     if (const int rows = int(this->number("page_rows", 0))) { put_into_pages(rows); }
     if (this->number("max_logits", 0) != 0) {
-      largest_.assign(size_t(a_.batch) * a_.heads, -INFINITY);
+      largest_.resize(size_t(a_.batch) * a_.heads);
       expected_largest_.assign(largest_.size(), -INFINITY);
       a_.max_logits = largest_.data();
     }
-    emulator::Machine machine(this->number("seed", 0));
-    emulator::machine = &machine;
-    emulator::Workspace workspace;
-    run_forward(a_, [&](int64_t bytes) { return workspace.take(bytes); }, nullptr);
-    check();
-  }
-
-  // The kernel that serves a call, of those for Element.
-  static const ForwardKernel& kernel_of(const ForwardArguments& a, const MaskRule& mask) {
-    const ForwardKernel* found = nullptr;
-    const auto serve = [&]<typename Mask, typename Score>(Mask, Score) {
-      if (mask.kind != Mask::kKind || score_kind(a) != Score::Score::kKind) { return; }
-      if constexpr (emulator::is_built<emulator::DtypeOf<Element>, Mask, Score>()) {
-        found = &compiled_forward<ForwardVariant<emulator::DtypeOf<Element>, EMULATED_DIMS, Mask, Score>>();
-      }
-    };
-    serve(Full{}, Plain{});
-    serve(Causal{}, Plain{});
-    serve(Windowed{}, Plain{});
-    serve(Columns{}, Plain{});
-    serve(Windowed{}, Softcap{});
-    serve(Windowed{}, Alibi{});
-    serve(Windowed{}, Dropout{});
-    constexpr int kDim = EMULATED_DIMS::kDims.qk;
-    if constexpr (kDim == 64 || kDim == 128) {
-      serve(Full{}, Dropout{});
-      serve(Causal{}, Dropout{});
-    }
-    if constexpr (kDim == 96 || kDim == 128 || kDim == 256) { serve(Causal{}, Softcap{}); }
-    if (!found) { emulator::fail_without_kernel(); }
-    return *found;
-  }
-
-  // The same for short query tiles, or null.
-  static const ForwardKernel* short_kernel_of(const ForwardArguments& a) {
-    using Dtype = emulator::DtypeOf<Element>;
-    if constexpr (EMULATED_DIMS::kDims.v <= 128 && emulator::is_built<Dtype, Windowed, Plain>()) {
-      if (score_kind(a) == ScoreKind::kPlain) {
-        return &compiled_forward<ForwardVariant<Dtype, EMULATED_DIMS, Windowed, Plain, true>>();
-      }
-    }
-    return nullptr;
+    this->on_machines(a_, [&] { launch(); }, [&] { return digest(); }, [&] { check(); });
   }
 
  private:
+  void launch() {
+    std::fill(this->out_.begin(), this->out_.end(), Element(NAN));
+    std::fill(this->lse_.begin(), this->lse_.end(), NAN);
+    std::fill(largest_.begin(), largest_.end(), -INFINITY);
+    emulator::Workspace workspace;
+    run_forward(a_, [&](int64_t bytes) { return workspace.take(bytes); }, nullptr);
+  }
+
+  std::string digest() const {
+    std::string text = emulator::Digest().add(this->out_).add(this->lse_).text() + "\n";
+    return largest_.empty() ? text : text + emulator::Digest().add(largest_).text() + "\n";
+  }
+
   // Puts the keys and values of a pack into pages, in no order and apart from each other. The rest is NaN.
   void put_into_pages(int page_rows) {
     const int distance = page_rows + 3;
@@ -119,15 +89,7 @@ class ForwardCall : emulator::Call<Element> {
     this->for_queries(a_, [&](int sequence, int head, int query, int row_q, int first_k, float lse) {
       check_row(sequence, head, query, row_q, first_k, lse);
     });
-    emulator::Digest digest;
-    digest.add(this->out_);
-    digest.add(this->lse_);
-    std::puts(digest.text().c_str());
-    if (largest_.empty()) { return; }
     check_largest();
-    emulator::Digest of_largest;
-    of_largest.add(largest_);
-    std::puts(of_largest.text().c_str());
   }
 
   void check_largest() const {
@@ -185,8 +147,8 @@ class ForwardCall : emulator::Call<Element> {
       const int key = row.keys.first + int(i);
       if (row.scores[i] == -INFINITY || (a_.drops() && !this->kept(a_, sequence, head, query, key))) { continue; }
       const double p = std::exp(row.scores[i] - row.largest) / row.sum * (a_.drops() ? 1 / (1 - a_.dropout.p) : 1);
-      const Element* v = this->v_.data() + (size_t(first_k + key) * a_.kv_heads + kv_head) * value_dim;
-      for (int d = 0; d < value_dim; ++d) { expected[d] += p * float(v[d]); }
+      const size_t place = size_t(first_k + key) * a_.kv_heads + kv_head;
+      emulator::add(expected.data(), p, this->exact_v_.data() + place * value_dim, value_dim);
     }
     for (int d = 0; d < value_dim; ++d) { wrong("column " + std::to_string(d), expected[d], float(out[d])); }
   }
@@ -194,10 +156,10 @@ class ForwardCall : emulator::Call<Element> {
   // Whether values that are NaN may spoil a query, which sees some of `keys`. Under a mask by key columns they may if
   // the first of their KV tiles is between the first and the last that a query of the block of 64 sees.
   bool may_be_nan(int sequence, int kv_head, int query, const Range& keys, int first_k) const {
-    constexpr int kTile = forward_tile_shape(EMULATED_DIMS::kDims).key;
+    const int tile_rows = forward_tile_shape(emulator::kRow).key;
     if (this->nan_keys_.count == 0) { return false; }
-    const int nan_tile = this->nan_keys_.first / kTile;
-    if (!a_.has_columns()) { return keys.end() > nan_tile * kTile; }
+    const int nan_tile = this->nan_keys_.first / tile_rows;
+    if (!a_.has_columns()) { return keys.end() > nan_tile * tile_rows; }
     const Sequence& lengths = this->lengths_[sequence];
     const int first = query / kPartRows * kPartRows, end = min_int(first + kPartRows, lengths.seqlen_q);
     int first_tile = kUnbounded, last_tile = -1;
@@ -205,8 +167,8 @@ class ForwardCall : emulator::Call<Element> {
       const Range seen = mask_of(a_.mask, lengths).keys_of(q);
       for (int key = seen.first; key < seen.end(); ++key) {
         if (this->hidden(a_, sequence, kv_head, q, key, first_k)) { continue; }
-        first_tile = min_int(first_tile, key / kTile);
-        last_tile = max_int(last_tile, key / kTile);
+        first_tile = min_int(first_tile, key / tile_rows);
+        last_tile = max_int(last_tile, key / tile_rows);
       }
     }
     return first_tile <= nan_tile && nan_tile <= last_tile;
@@ -224,14 +186,6 @@ class ForwardCall : emulator::Call<Element> {
 namespace dash_attn {
 
 void require_self_check() {}
-
-const ForwardKernel& forward_kernel_of(const ForwardArguments& a, const MaskRule& mask) {
-  return a.dtype == Dtype::kBFloat16 ? ForwardCall<bf16>::kernel_of(a, mask) : ForwardCall<fp16>::kernel_of(a, mask);
-}
-
-const ForwardKernel* short_forward_kernel_of(const ForwardArguments& a, const MaskRule&) {
-  return a.dtype == Dtype::kBFloat16 ? ForwardCall<bf16>::short_kernel_of(a) : ForwardCall<fp16>::short_kernel_of(a);
-}
 
 void launch_pack_plan(const ForwardPlan& plan, cudaStream_t) {
   emulator::plan_pack_of(plan.call, plan.pack_rule, plan.pack);

@@ -10,10 +10,12 @@
 #include <fstream>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <random>
 #include <source_location>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace emulator {
@@ -25,11 +27,17 @@ constexpr int kNamedBarriers = 16;
 constexpr int kStackBytes = 96 << 10;
 constexpr int kLongestTime = 4;  // in turns, that something takes
 
+inline std::string where;  // something fails: for messages
+
 [[noreturn]] inline void fail(const std::string& what) {
-  std::printf("%s\n", what.c_str());
+  std::printf("%s%s\n", what.c_str(), where.c_str());
   std::fflush(stdout);
   std::_Exit(1);  // other fibers have stacks of their own
 }
+
+// What a call chooses in place of the rules of csrc/launch (tests/emulation.py), or nothing.
+inline std::optional<bool> finishes_dq;
+inline bool has_short_tiles = false;
 
 // What ptx::load_here may read, where the call says so.
 struct Readable {
@@ -169,14 +177,15 @@ class Machine {
     return self.seen = *semaphore;
   }
 
-  // What a warp makes of shared memory in one turn, kept for its other lanes. Whoever writes there says so.
+  // What a lane makes of the CTA's shared memory, kept for the others. Whoever writes there for products says so.
   template <typename Make>
-  const std::vector<float>& read_once(uint64_t key, Make&& make) {
-    std::vector<float>& found = read_[key];
-    if (found.empty()) { found = make(); }
-    return found;
+  const float* read_once(uint64_t key, int count, Make&& make) {
+    Read& found = block_->reads[key];
+    if (!found.numbers) { found.numbers = std::make_unique_for_overwrite<float[]>(count); }
+    if (std::exchange(found.writes, block_->writes) != block_->writes) { make(found.numbers.get()); }
+    return found.numbers.get();
   }
-  void wrote_shared() { read_.clear(); }
+  void wrote_shared() { ++block_->writes; }
 
   Thread& self() { return *block_->threads[current]; }
   Meeting& named(int id) { return block_->named.at(id); }
@@ -190,6 +199,11 @@ class Machine {
   unsigned current = 0, blocks_of_grid = 0;
 
  private:
+  struct Read {
+    uint64_t writes = 0;  // to shared memory, before it
+    std::unique_ptr<float[]> numbers;
+  };
+
   struct Block {
     unsigned number;
     std::unique_ptr<char[]> memory = std::make_unique<char[]>(kSharedBytes + kSharedAlignment);
@@ -199,6 +213,8 @@ class Machine {
     std::vector<Meeting> named{kNamedBarriers};
     Meeting all;
     std::vector<std::function<void()>> copies;
+    uint64_t writes = 1;  // to shared memory, so far
+    std::unordered_map<uint64_t, Read> reads;
 
     bool has_ended() const {
       for (const auto& thread : threads) {
@@ -291,7 +307,6 @@ class Machine {
 
   bool run_warp(unsigned warp) {
     bool moved = false;
-    read_.clear();
     for (unsigned lane = 0; lane < kWarpLanes; ++lane) {
       current = warp * kWarpLanes + lane;
       Thread& thread = self();
@@ -308,6 +323,7 @@ class Machine {
     const size_t i = random_() % copies.size();
     const auto copy = std::move(copies[i]);
     copies.erase(copies.begin() + i);
+    wrote_shared();
     copy();
     return true;
   }
@@ -347,7 +363,6 @@ class Machine {
   Block* block_ = nullptr;                      // whose thread's turn it is
   std::vector<std::unique_ptr<char[]>> stacks_;
   std::unordered_map<const void*, Barrier> barriers_;
-  std::unordered_map<uint64_t, std::vector<float>> read_;
 };
 
 inline Machine* machine = nullptr;

@@ -20,20 +20,20 @@ template <typename Element, int kRows, bool kIsTransposed>
 struct SharedOperand {
   uint64_t descriptor;
 
-  // Element (i, k), i along M or N, is at kRows k + i.
-  const std::vector<float>& read() const {
+  // Element (i, k), i along M or N, is at kAlong i + kAcross k.
+  static constexpr int kAlong = kIsTransposed ? 1 : 16, kAcross = kIsTransposed ? kRows : 1;
+  const float* read() const {
     constexpr int kUnusedBits = 53;  // of twice a descriptor, from there on
-    return machine->read_once((descriptor * 2 + kIsTransposed) ^ uint64_t{kRows} << kUnusedBits, [&] {
-      std::vector<float> elements(kRows * 16);
+    const uint64_t key = (descriptor * 2 + kIsTransposed) ^ uint64_t{kRows} << kUnusedBits;
+    return machine->read_once(key, kRows * 16, [&](float* elements) {
       // Eight at a time, which lie side by side.
-      constexpr int kStride = kIsTransposed ? 1 : kRows;
       for (int chunk = 0; chunk < kRows * 2; ++chunk) {
         const int i = kIsTransposed ? chunk / 16 * 8 : chunk / 2, k = kIsTransposed ? chunk % 16 : chunk % 2 * 8;
-        Element eight[8];
-        std::memcpy(eight, emulator::shared_at(address_of(i, k), sizeof(eight)), sizeof(eight));
-        for (int j = 0; j < 8; ++j) { elements[kRows * k + i + j * kStride] = float(eight[j]); }
+        uint16_t eight __attribute__((vector_size(16)));
+        std::memcpy(&eight, emulator::shared_at(address_of(i, k), sizeof(eight)), sizeof(eight));
+        const EightFloats floats = Element::floats(__builtin_convertvector(eight, EightWords));
+        std::memcpy(elements + kAlong * i + kAcross * k, &floats, sizeof(floats));
       }
-      return elements;
     });
   }
 
@@ -79,12 +79,12 @@ void issue_product(float (&d)[kRegisters], bool adds, ReadRows read_rows, B b, C
     read_rows(thread, rows);
     Four of_row[16];
     for (int k = 0; k < 16; ++k) { of_row[k] = Four{rows[0][k], rows[0][k], rows[1][k], rows[1][k]}; }
-    const float* columns = b.read().data() + Fragment::column(thread, 0);
-    for (int r = 0; r < kRegisters; r += sizeof(Four) / sizeof(float), columns += 8) {
+    const float* columns = b.read() + B::kAlong * Fragment::column(thread, 0);
+    for (int r = 0; r < kRegisters; r += sizeof(Four) / sizeof(float), columns += 8 * B::kAlong) {
       Four sum = {};
       if (adds) { std::memcpy(&sum, values + r, sizeof(sum)); }
       for (int k = 0; k < 16; ++k) {
-        const float first = columns[2 * kRegisters * k], second = columns[2 * kRegisters * k + 1];
+        const float first = columns[B::kAcross * k], second = columns[B::kAcross * k + B::kAlong];
         sum += of_row[k] * Four{first, second, first, second};
       }
       std::memcpy(values + r, &sum, sizeof(sum));
@@ -114,10 +114,12 @@ void issue_product(float (&d)[kRegisters], bool adds, ReadRows read_rows, B b, C
 template <typename Element, int kSums, bool kTransposesA, bool kTransposesB>
 struct SharedProduct {
   static void issue(float (&d)[kSums], uint64_t a, uint64_t b, bool adds) {
-    const auto read_rows = [operand = SharedOperand<Element, 64, kTransposesA>{a}](int thread, RowsOfThread& rows) {
-      const float* elements = operand.read().data();
+    using A = SharedOperand<Element, 64, kTransposesA>;
+    const auto read_rows = [operand = A{a}](int thread, RowsOfThread& rows) {
+      const float* elements = operand.read();
       for (int half = 0; half < 2; ++half) {
-        for (int k = 0; k < 16; ++k) { rows[half][k] = elements[64 * k + Fragment::row(thread, 2 * half)]; }
+        const float* row = elements + A::kAlong * Fragment::row(thread, 2 * half);
+        for (int k = 0; k < 16; ++k) { rows[half][k] = row[A::kAcross * k]; }
       }
     };
     issue_product(d, adds, read_rows, SharedOperand<Element, 2 * kSums, kTransposesB>{b}, [] {});
