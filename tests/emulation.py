@@ -19,6 +19,10 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 EMULATOR = ROOT / "tests" / "emulator"
 ROWS = ("64", "96", "128", "192x128", "192", "256")
+# What programs for all rows of the table of tiles have in common, by their names.
+SHARED = {"forward": ["forward.cpp"], "backward": ["backward.cpp", "stages.cpp"]}
+OBJECTS: dict[str, pathlib.Path] = {}  # of these files, by the preprocessed text
+OBJECTS_FOLDER, OBJECTS_LOCK = tempfile.TemporaryDirectory(), threading.Lock()
 # Choices of the plans that change no bits, which a call may make (call.h).
 CHOICES = (
     ("launch/backward_plan.cu", "  TileGrid mean = grid;\n",
@@ -53,10 +57,8 @@ def source(folder: pathlib.Path, *changes: tuple[str, str, str]) -> pathlib.Path
 def kernel_of(call: dict[str, object]) -> str:
     """The C++ types of the one kernel that serves a call, or of those for any dtype or mask."""
     dtype = {"bf16": "BFloat16", "fp16": "Float16", "any": "BFloat16,Float16"}[call.get("dtype", "bf16")]
-    mask = {"full": "Full", "causal": "Causal", "window": "Windowed", "any": "Full,Causal,Windowed"}
-    mask = mask[call.get("mask", "full")]
-    if "columns" in call or "max_logits" in call:
-        mask = "Columns"
+    masks = {"full": "Full", "causal": "Causal", "window": "Windowed", "any": "Full,Causal,Windowed"}
+    mask = "Columns" if "columns" in call or "max_logits" in call else masks[call.get("mask", "full")]
     score = "Dropout" if "dropout" in call else "Plain"
     policy = {"shift": "Shift", "order_free": "OrderFree"}.get(call.get("schedule"), "Ordered")
     return f"{dtype},{mask},{score},{policy}"
@@ -69,24 +71,18 @@ def compiler(csrc: pathlib.Path, row: str) -> list[str | pathlib.Path]:
         pytest.skip("no C++ compiler for x86-64 is on this machine")
     # Values may be read as another type, as in CUDA. -O2 takes half as long again, and its programs are no faster.
     command = [found, "-O1", "-march=native", "-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing"]
-    folders = (precompiled(*command), EMULATOR, EMULATOR / "include", csrc)
+    with OBJECTS_LOCK:
+        precompiled(*command)
+    folders = (OBJECTS_FOLDER.name, EMULATOR, EMULATOR / "include", csrc)
     names = [f"-DEMULATED_DIMS=Dims{row}", "-include", "cuda_names.h"]
     return [*command, *(f"-I{folder}" for folder in folders), *names]
 
 
 @functools.cache
-def precompiled(*command: str) -> str:
-    """The folder of what all sources include first, precompiled."""
+def precompiled(*command: str) -> None:
+    """What all sources include first."""
     name = f"{OBJECTS_FOLDER.name}/cuda_names.h.gch"
     subprocess.run([*command, "-w", "-x", "c++-header", EMULATOR / "cuda_names.h", "-o", name], check=True)
-    return OBJECTS_FOLDER.name
-
-
-# What programs for all rows of the table of tiles have in common, by their names.
-SHARED = {"forward": ["forward.cpp"], "backward": ["backward.cpp", "stages.cpp"]}
-OBJECTS_FOLDER = tempfile.TemporaryDirectory()
-OBJECTS: dict[str, pathlib.Path] = {}  # by the preprocessed text
-OBJECTS_LOCK = threading.Lock()
 
 
 def shared_object(csrc: pathlib.Path, name: str) -> pathlib.Path:
