@@ -146,6 +146,17 @@ def torch_cuda_library_dir(torch_lib: Path, work: Path, compiler: str) -> Path:
     return stub_library("libtorch_cuda.so", work, compiler).parent
 
 
+def shared_libstdcxx(compiler: str) -> list[str]:
+    """What to link with so that an extension shares torch's libstdc++, which throws and catches exceptions with it.
+
+    Some Pythons link with -static-libstdc++, and some machines have the static library alone to link with. Streams of a
+    second libstdc++ in the process crash when they write a number, such as that of an error message.
+    """
+    name = "libstdc++.so.6"
+    found = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+    return [found] if found not in ("", name) else []
+
+
 def default_jobs() -> int:
     """Compilations at once: the processors this process may use, at about 4 GB of memory each."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

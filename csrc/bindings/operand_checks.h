@@ -36,8 +36,7 @@ constexpr double kLeastScaleOfSlopes = 1e-30;
 // Tile counts and ends are 32-bit in the kernels.
 constexpr int64_t kMaxSeqlen = (int64_t{1} << 30) - 1;
 
-// Numbers are not left to the streams of TORCH_CHECK: where libstdc++ is linked into this library they have been lost,
-// and a call has crashed.
+// As Python prints it.
 inline std::string size_text(const SymInt& size) {
   const auto known = size.maybe_as_int();
   return known ? std::to_string(*known) : size.toSymNode()->str();

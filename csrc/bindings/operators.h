@@ -10,6 +10,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <new>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -27,6 +28,16 @@ namespace dash_attn {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>(); \
     return op;                                                                                                   \
   }())
+
+// call_flat of an op of the kernels.
+template <class Op, class... T>
+void call_kernels(const Op& op, const T&... arguments) {
+  try {
+    call_flat(op, arguments...);
+  } catch (const std::bad_alloc& error) {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
+  }
+}
 
 using OptionalTensor = const std::optional<Tensor>&;
 using Outputs = std::tuple<Tensor, Tensor>;
@@ -178,9 +189,9 @@ inline KernelDropout for_kernels(const DropoutArguments& given, const Tensor& q,
       at::empty({batch, heads, blocks(seqlen_q), blocks(seqlen_k), dropout::kBlockBytes}, q.options().dtype(at::kByte));
   // Which of them a mask leaves out depends on the lengths of each sequence.
   const MaskArguments of_bits = is_pack ? MaskArguments{} : mask;
-  call_flat(DASH_OP("dash_attn_C::dropout_bits", BitsKernelOp), bits, state, given.p, seqlen_q, seqlen_k,
-            /*first_head=*/int64_t{0}, heads, /*first_query=*/int64_t{0}, /*first_key=*/int64_t{0},
-            /*of_flash_attention_2=*/false, int64_t{dropout::kDefaultRounds}, of_bits, sm_margin.expect_int());
+  call_kernels(DASH_OP("dash_attn_C::dropout_bits", BitsKernelOp), bits, state, given.p, seqlen_q, seqlen_k,
+               /*first_head=*/int64_t{0}, heads, /*first_query=*/int64_t{0}, /*first_key=*/int64_t{0},
+               /*of_flash_attention_2=*/false, int64_t{dropout::kDefaultRounds}, of_bits, sm_margin.expect_int());
   return {bits, std::nullopt, given.p};
 }
 
@@ -222,10 +233,10 @@ Result forward(const Tensor& q, const Tensor& k, const Tensor& v, const PackTens
     return result(out, softmax_lse);
   }
   const PositiveScale scaled(q, softmax_scale);
-  call_flat(DASH_OP("dash_attn_C::forward", ForwardKernelOp), addressable(scaled.q), addressable(k), addressable(v),
-            out, softmax_lse, pack, for_kernels(scores), scaled.softmax_scale, scores.softcap, mask,
-            sm_margin.expect_int(), for_kernels(dropout, q, k, pack, mask, sm_margin), columns_for_kernels(columns),
-            max_logits);
+  call_kernels(DASH_OP("dash_attn_C::forward", ForwardKernelOp), addressable(scaled.q), addressable(k), addressable(v),
+               out, softmax_lse, pack, for_kernels(scores), scaled.softmax_scale, scores.softcap, mask,
+               sm_margin.expect_int(), for_kernels(dropout, q, k, pack, mask, sm_margin), columns_for_kernels(columns),
+               max_logits);
   return result(out, softmax_lse);
 }
 
@@ -273,9 +284,9 @@ inline Outputs forward_of_pages(const Tensor& q, const Tensor& k, const Tensor& 
   }
   const PositiveScale scaled(q, softmax_scale);
   const Pages of_kernels{pages.block_table.contiguous(), pages.seqused_k, pages.page_rows, pages.page_distance};
-  call_flat(DASH_OP("dash_attn_C::forward_of_pages", PagesKernelOp), addressable(scaled.q), addressable(k),
-            addressable(v), out, softmax_lse, cu_seqlens_q, seqused_q, of_kernels, for_kernels(scores),
-            scaled.softmax_scale, scores.softcap, mask, sm_margin.expect_int());
+  call_kernels(DASH_OP("dash_attn_C::forward_of_pages", PagesKernelOp), addressable(scaled.q), addressable(k),
+               addressable(v), out, softmax_lse, cu_seqlens_q, seqused_q, of_kernels, for_kernels(scores),
+               scaled.softmax_scale, scores.softcap, mask, sm_margin.expect_int());
   return {out, softmax_lse};
 }
 
@@ -359,10 +370,10 @@ inline void backward(const BackwardTensors& x, const PackTensors& pack, double s
   const Tensor targets[] = {target_of(x.dq), target_of(x.dk), target_of(x.dv)};
   const BackwardTensors of_kernels{addressable(x.dout), addressable(scaled.q), addressable(x.k), addressable(x.v),
                                    addressable(x.out), x.softmax_lse.contiguous(), targets[0], targets[1], targets[2]};
-  call_flat(DASH_OP("dash_attn_C::backward", BackwardKernelOp), of_kernels, pack, for_kernels(scores),
-            ScoreGradients{contiguous(dsoftmax_lse), dsinks}, scaled.softmax_scale, softcap, mask,
-            static_cast<int64_t>(policy), sm_margin.expect_int(),
-            for_kernels(dropout, x.q, x.k, pack, mask, sm_margin), columns_for_kernels(columns));
+  call_kernels(DASH_OP("dash_attn_C::backward", BackwardKernelOp), of_kernels, pack, for_kernels(scores),
+               ScoreGradients{contiguous(dsoftmax_lse), dsinks}, scaled.softmax_scale, softcap, mask,
+               static_cast<int64_t>(policy), sm_margin.expect_int(),
+               for_kernels(dropout, x.q, x.k, pack, mask, sm_margin), columns_for_kernels(columns));
   if (scaled.sign != 1) { targets[0].mul_(scaled.sign); }
   for (int i = 0; i < 3; ++i) {
     if (!targets[i].is_same(gradients[i])) { gradients[i].copy_(targets[i]); }

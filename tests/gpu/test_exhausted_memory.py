@@ -1,0 +1,55 @@
+"""A call whose workspace does not fit raises torch's own error, and the next call works."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from dash_attn import flash_attn_func, flash_attn_varlen_func
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def limit_memory() -> Iterator[Callable[[int], None]]:
+    """A function that lets this process allocate only so many bytes more."""
+
+    def limit(more: int) -> None:
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties().total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + more) / total)
+
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+def raises_out_of_memory():
+    return pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried to allocate a workspace of \d+ bytes")
+
+
+def test_backward(device, limit_memory):
+    """Its thread is autograd's, where an error that is not caught ends the process."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (1, 4096, 16, 64)  # gradients of 8 MiB each, sums of dQ of 16 MiB
+    q, k, v, dout = (torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(4))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = flash_attn_func(q, k, v, causal=True)
+    expected = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    limit_memory(44 * MIB)
+    with raises_out_of_memory():
+        torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    limit_memory(200 * MIB)
+    for gradient, known in zip(torch.autograd.grad(out, inputs, dout), expected):
+        assert torch.equal(gradient, known)
+
+
+def test_forward(device, limit_memory):
+    """Only the plan of a variable-length batch needs memory in a forward: 4 bytes for each of many sequences."""
+    sequences = 1 << 20
+    q = torch.zeros(sequences, 1, 8, dtype=torch.bfloat16, device=device)
+    cu_seqlens = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+    torch.cuda.synchronize()
+    limit_memory(24 * MIB)  # for the output and the log-sum-exps
+    with raises_out_of_memory():
+        flash_attn_varlen_func(q, q, q, cu_seqlens, cu_seqlens, 1, 1)
