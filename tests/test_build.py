@@ -185,7 +185,7 @@ def test_a_linker_that_prefers_a_static_libstdcxx(tmp_path, flags):
     assert ("libstdc++.so.6" in needed(tmp_path / "number.so")) == (not flags)
 
 
-def needed(library: Path) -> list[str]:
+def needed(library: pathlib.Path) -> list[str]:
     readelf = shutil.which("readelf")
     if readelf is None:
         pytest.skip("readelf (binutils) is not on this machine")
