@@ -24,10 +24,10 @@ int checked_num_tiles(const ForwardArguments& a, int64_t tiles) {
   return int(tiles);
 }
 
-// Keys in pages: as many as their sequences have room for.
+// Keys in a cache: as many as their sequences have room for.
 PackRows rows_of_sequences(const ForwardArguments& a) {
   PackRows rows = pack_rows(a);
-  if (a.pages.exists()) {
+  if (a.reads_cache()) {
     rows.total_k = int(std::min<int64_t>(int64_t{a.pages.capacity()} * a.batch, kUnbounded));
   }
   return rows;
