@@ -51,9 +51,12 @@ using ForwardKernelOp = FlatSignature<void(const Tensor&, const Tensor&, const T
                                            const PackTensors&, const ScoreTensors&, double, double,
                                            const MaskArguments&, int64_t, const KernelDropout&, OptionalTensor,
                                            OptionalTensor)>;
-using PagesKernelOp = FlatSignature<void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor, const Tensor&,
-                                         OptionalTensor, const Pages&, const ScoreTensors&, double, double,
+using CacheKernelOp = FlatSignature<void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor, OptionalTensor,
+                                         OptionalTensor, const Cache&, const ScoreTensors&, double, double,
                                          const MaskArguments&, int64_t)>;
+using AppendKernelOp =
+    void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, Tensor, const Tensor&, OptionalTensor,
+         OptionalTensor);
 using BackwardKernelOp = FlatSignature<void(const BackwardTensors&, const PackTensors&, const ScoreTensors&,
                                             const ScoreGradients&, double, double, const MaskArguments&, int64_t,
                                             int64_t, const KernelDropout&, OptionalTensor)>;
@@ -259,44 +262,69 @@ Result forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Pac
   }
 }
 
-// The forward of a variable-length batch whose keys lie in pages: k and v have the rows of all pages.
-inline void check_forward_of_pages(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
-                                   OptionalTensor seqused_q, const Pages& pages, double softmax_scale,
+// The forward of a variable-length batch whose keys lie in a cache: k and v have the rows of all pages. Without
+// cu_seqlens_q all sequences have as many queries.
+inline void check_forward_of_cache(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor cu_seqlens_q,
+                                   OptionalTensor seqused_q, const Cache& cache, double softmax_scale,
                                    const MaskArguments& mask, const SymInt& sm_margin, const ScoreArguments& scores) {
-  // Offsets that are right for queries stand for those of keys, of which there are none.
-  check_operands(q, k, v, {cu_seqlens_q, cu_seqlens_q, seqused_q, pages.seqused_k}, scores, softmax_scale, mask,
-                 sm_margin);
-  check_pages(pages, q, cu_seqlens_q.sym_size(0) - 1);
-  TORCH_CHECK_VALUE(k.sym_numel() != 0, "k must have at least one row, got ", shape_text(k));
+  const SymInt batch = cu_seqlens_q ? cu_seqlens_q->sym_numel() - 1 : cache.seqused_k.sym_numel();
+  // Offsets of the right shape stand for those of which there are none.
+  const Tensor offsets = cu_seqlens_q ? *cu_seqlens_q : at::empty_symint({batch + 1}, cache.seqused_k.options());
+  check_operands(q, k, v, {offsets, offsets, seqused_q, cache.seqused_k}, scores, softmax_scale, mask, sm_margin);
+  TORCH_CHECK_VALUE(batch >= 1 && k.sym_numel() != 0, "k must have at least one row, for one sequence, got ",
+                    shape_text(k), " and a batch of ", size_text(batch));
+  TORCH_CHECK_VALUE(cu_seqlens_q || q.sym_size(0) % batch == 0, "q must have as many rows for each of ",
+                    size_text(batch), " sequences without cu_seqlens_q, got ", shape_text(q));
+  check_cache(cache, q, k, batch);
 }
 
-inline Outputs forward_of_pages(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
-                                OptionalTensor seqused_q, const Pages& pages, double softmax_scale,
+inline Outputs forward_of_cache(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor cu_seqlens_q,
+                                OptionalTensor seqused_q, const Cache& cache, double softmax_scale,
                                 const MaskArguments& mask, SymInt sm_margin, const ScoreArguments& scores) {
-  check_forward_of_pages(q, k, v, cu_seqlens_q, seqused_q, pages, softmax_scale, mask, sm_margin, scores);
+  check_forward_of_cache(q, k, v, cu_seqlens_q, seqused_q, cache, softmax_scale, mask, sm_margin, scores);
   const Tensor out = at::empty(out_sizes(q.sizes(), v.sizes()), q.options());
   const auto sizes = lse_sizes(q.sizes());
   const Tensor softmax_lse = at::empty(without_batch(sizes, /*is_pack=*/true), q.options().dtype(at::kFloat));
-  if (!has_queries(q, {cu_seqlens_q})) {
+  if (q.numel() == 0) {
     out.zero_();
     softmax_lse.fill_(std::numeric_limits<double>::infinity());
     return {out, softmax_lse};
   }
   const PositiveScale scaled(q, softmax_scale);
-  const Pages of_kernels{pages.block_table.contiguous(), pages.seqused_k, pages.page_rows, pages.page_distance};
-  call_kernels(DASH_OP("dash_attn_C::forward_of_pages", PagesKernelOp), addressable(scaled.q), addressable(k),
+  const Cache of_kernels{contiguous(cache.block_table), cache.seqused_k, cache.page_rows, cache.page_distance};
+  call_kernels(DASH_OP("dash_attn_C::forward_of_cache", CacheKernelOp), addressable(scaled.q), addressable(k),
                addressable(v), out, softmax_lse, cu_seqlens_q, seqused_q, of_kernels, for_kernels(scores),
                scaled.softmax_scale, scores.softcap, mask, sm_margin.expect_int());
   return {out, softmax_lse};
 }
 
-inline Outputs forward_of_pages_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
-                                     OptionalTensor seqused_q, const Pages& pages, double softmax_scale,
+inline Outputs forward_of_cache_meta(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor cu_seqlens_q,
+                                     OptionalTensor seqused_q, const Cache& cache, double softmax_scale,
                                      const MaskArguments& mask, SymInt sm_margin, const ScoreArguments& scores) {
-  check_forward_of_pages(q, k, v, cu_seqlens_q, seqused_q, pages, softmax_scale, mask, sm_margin, scores);
+  check_forward_of_cache(q, k, v, cu_seqlens_q, seqused_q, cache, softmax_scale, mask, sm_margin, scores);
   const auto sizes = lse_sizes(q.sym_sizes());
   return {at::empty_symint(out_sizes(q.sym_sizes(), v.sym_sizes()), q.options()),
           at::empty_symint(without_batch(sizes, /*is_pack=*/true), q.options().dtype(at::kFloat))};
+}
+
+// Writes new rows of k and v, (rows, kv_heads, head_dim), into a cache after the keys that its sequences have, and
+// returns how many they have then. The arguments are those that dash_attn/cache_checks.py lets pass.
+inline Tensor append(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v,
+                     const Tensor& seqlens, OptionalTensor cu_seqlens, OptionalTensor block_table) {
+  // Where one of them is saved for somebody's derivative, that it is overwritten is noticed.
+  for (const Tensor& cache : {k_cache, v_cache}) {
+    if (!cache.is_inference()) { cache.unsafeGetTensorImpl()->bump_version(); }
+  }
+  const Tensor ends = at::empty_like(seqlens);
+  DASH_OP("dash_attn_C::append", AppendKernelOp)
+      .call(k_cache, v_cache, k, v, ends, seqlens, contiguous(cu_seqlens), contiguous(block_table));
+  return ends;
+}
+
+inline Tensor append_meta(const Tensor& /*k_cache*/, const Tensor& /*v_cache*/, const Tensor& /*k*/,
+                          const Tensor& /*v*/, const Tensor& seqlens, OptionalTensor /*cu_seqlens*/,
+                          OptionalTensor /*block_table*/) {
+  return at::empty_like(seqlens);
 }
 
 // What a backward writes has memory of its own.

@@ -1,0 +1,13 @@
+// What the bindings call to write new keys and values into a cache, on raw pointers. No torch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../cache/params.h"
+
+namespace dash_attn {
+
+// `arguments`: units are elements of 16 bits.
+void run_append(const cache::AppendParams& arguments, cudaStream_t stream);
+
+}  // namespace dash_attn
