@@ -35,6 +35,7 @@ def test_tiles_agree_with_elements(tmp_path):
         (".contains(kv) && !hidden.hides_all(queries)", ".contains(kv)", "a tile without visible elements is walked"),
         ("kv_tiles_of_queries(first, end)", "kv_tiles_of_queries(first, first + 1)",
          "a tile with visible elements is skipped by a part"),
+        ("ceil_div(seqlen_q, kPartRows) * kPartRows - ", "seqlen_q - ", "a tile's first query"),
     ],
 )  # fmt: skip
 def test_faults_are_found(tmp_path, right, wrong, message):

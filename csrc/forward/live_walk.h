@@ -64,8 +64,7 @@ class LiveWalk {
     const int tile_positions = params.scheduler.tile_positions;
     const int first_row = params.pack.is_pack() ? tile.rows.outer - tile.sequence.seqlen_q
                                                 : tile.number * tile.sequence.seqlen_q;
-    // Tiles begin at the first query (fixes_rows_of_tiles).
-    const int query_tile = tile.end / tile_positions - 1;
+    const int query_tile = ceil_div(tile.end, tile_positions) - 1;  // end_of_query_tile: the first one may be short
     const int number = TileNumbers{tile_positions}.first(tile.number, first_row) + query_tile;
     tiles_ = params.columns.live_tiles(kv_head, number);
     words_ = params.columns.words_of(kv_head, number);

@@ -87,7 +87,7 @@ class Loader {
       const QueryTile tile = scheduler.tile(place);
       const RowOrigin rows = RowOrigin::of(false, tile.batch, 0);
       const int64_t heads = scheduler.head_groups << scheduler.group_shift;
-      return {{scheduler.end_position(tile.index), tile.head_group, scheduler.sequence, rows,
+      return {{end_of(scheduler, tile.index), tile.head_group, scheduler.sequence, rows,
                tile.batch * heads * params_.lse_head_stride, tile.batch},
               rows};
     }
@@ -95,9 +95,16 @@ class Loader {
     const QueryTileScheduler alone = scheduler.of(sequence);
     const QueryTile tile = alone.tile(sequence.number_within(place, scheduler.head_groups));
     const Sequence lengths = sequence.lengths;
-    return {{alone.end_position(tile.index), tile.head_group, lengths,
+    return {{end_of(alone, tile.index), tile.head_group, lengths,
              RowOrigin::of(true, sequence.end_q, lengths.seqlen_q), sequence.end_q - lengths.seqlen_q, sequence.number},
             RowOrigin::of(true, sequence.end_k, lengths.seqlen_k)};
+  }
+
+  static __device__ __forceinline__ int end_of(const QueryTileScheduler& scheduler, int tile) {
+    if constexpr (Variant::kHasColumns) {
+      return end_of_query_tile(Pass::kForward, tile, scheduler.tile_positions, scheduler.sequence.seqlen_q);
+    }
+    return scheduler.end_position(tile);
   }
 
   // Announces the tile to the other warps. They read it when the barrier that is returned has completed.

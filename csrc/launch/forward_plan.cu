@@ -147,12 +147,12 @@ void run_forward(const ForwardArguments& call, const AllocateWorkspace& allocate
   if (call.is_pack()) { require_self_check(); }
   ForwardPlan plan = plan_forward(call);
   if (const int64_t bytes = place_workspace(plan, nullptr)) { place_workspace(plan, allocate(bytes)); }
-  if (call.is_pack()) {
-    launch_pack_plan(plan, stream);
-  } else if (plan.params.tiles_taken) {
+  if (call.is_pack()) { launch_pack_plan(plan, stream); }
+  if (call.needs_column_kernel()) {
+    launch_column_plan(plan, stream);
+  } else if (!call.is_pack() && plan.params.tiles_taken) {
     check_cuda(cudaMemsetAsync(plan.params.tiles_taken, 0, sizeof(int), stream), "clearing the count of tiles");
   }
-  if (call.needs_column_kernel()) { launch_column_plan(call, plan.call.mask, plan.tiling(), plan.columns, stream); }
   plan.kernel->launch(plan.params, plan.ctas, call.needs_column_kernel() && call.sm_margin == 0, stream);
 }
 
