@@ -1,7 +1,8 @@
 """The code of the documents runs, their commands exist, and the reference has every public name.
 
 Python blocks run on the CPU, page by page. The commands of the recipes run as they are shown, with stand-ins for Slurm
-and containers. Those of the other pages take minutes or a GPU: their syntax, programs and options are checked.
+and containers, and so do some of the other pages. The rest take minutes or a GPU: their syntax, programs and options
+are checked.
 """
 
 import ast
@@ -26,6 +27,7 @@ import torch
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECIPES = "docs/recipes/"
+ANY_PORT = "--rdzv-backend c10d --rdzv-endpoint localhost:0"  # tests run side by side
 PAGES = [str(path.relative_to(ROOT)) for path in site_pages.pages()]
 # The modules that users import; other modules with an __all__ serve these.
 PUBLIC = (
@@ -149,11 +151,21 @@ def test_distributed(one_process):
 def test_distributed_program(shell, tmp_path):
     page = "docs/distributed.md"
     (tmp_path / "context_parallel.py").write_text(blocks(page, "python")[0])
-    done = shell(
-        blocks(page, "bash")[0].replace("torchrun", "torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0")
-    )
+    done = shell(blocks(page, "bash")[0].replace("torchrun", f"torchrun {ANY_PORT}"))
     # Two processes write to one pipe, so their lines may mix.
     assert done.returncode == 0 and done.stdout.count("True") == 2, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page, numbers", [("docs/training.md", (0, -1)), ("docs/distributed.md", (-1,)), ("docs/schedules.md", (0,))]
+)
+def test_commands_run(page, numbers, shell):
+    """One after the other in one folder, as a reader runs them."""
+    shown = blocks(page, "bash")
+    code = "".join(shown[number] for number in numbers).replace("torchrun", f"torchrun {ANY_PORT}")
+    done = shell(f"set -e\n{code}")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_foreign_forward(monkeypatch):
