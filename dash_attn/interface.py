@@ -135,8 +135,8 @@ def flash_attn_func(
         sequence: on a GPU the call waits to read them and cannot be captured in a graph; on a meta device it is (0,).
         With return_max_logits (out, max_logits), or (out, softmax_lse, empty, max_logits): max_logits is fp32 (batch,
         heads), the largest S_ij of the head over all queries i of the sequence and the keys j that i sees. Sinks and
-        dropout do not affect it. It is -inf if no query sees a key, and NaN if an S_ij is NaN or +inf. It has no gradient,
-        and its bits depend only on the head's inputs in that sequence.
+        dropout do not affect it. It is -inf if no query sees a key, and NaN if an S_ij is NaN or +inf. It has no
+        gradient, and its bits depend only on the head's inputs in that sequence.
 
     Raises:
         NotImplementedError: an argument is not supported, or softcap and alibi_slopes are both given.
@@ -290,8 +290,9 @@ def flash_attn_varlen_func(
             and cause a device-side error on a GPU, like an index out of bounds.
         max_seqlen_q, max_seqlen_k: an int, or an integer tensor of shape (), which is not read. FlashAttention's hints
             for the longest sequence; they change nothing. With dropout_p above 0 and no dropout_bits they must be at
-            least the longest length, because random bits are generated for that many rows. A tensor is then read, and the call
-            waits for its GPU. A longer sequence raises ValueError on a CPU, and causes a device-side error on a GPU.
+            least the longest length, because random bits are generated for that many rows. A tensor is then read, and
+            the call waits for its GPU. A longer sequence raises ValueError on a CPU, and causes a device-side error on
+            a GPU.
         block_table: int32 (batch, max_blocks) on q's device: k and v are pages, (num_blocks, block_size, kv_heads,
             head_dim or value_head_dim), and a sequence has its keys in the blocks of its row, in order. `cu_seqlens_k`
             then only gives the number of keys of each sequence, and `seqused_k` overrides it. Pages are read or
