@@ -84,28 +84,18 @@ def test_rollout():
 
 
 def test_usage():
-    from dash_attn import flash_attn_func, flash_attn_varlen_func
+    """In the page's order: a packed batch, then dense calls, for which the page gives no tensors."""
+    from dash_attn import flash_attn_func
 
-    of_pack, dense = qkv(2260, 1, 16), qkv(1, 64, 2, 32)
-    names = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func, **of_pack}
+    dense = qkv(1, 64, 2, 32)
+    names = {"dense_input": dense["q"], "layer": lambda x: flash_attn_func(x, x, x), "x": dense["q"]}
     for part in "12":
         names[f"out_{part}"], names[f"lse_{part}"], _ = flash_attn_func(*dense.values(), return_attn_probs=True)
-    with pytest.raises(ValueError, match="q must have shape"):  # the block on dropout is about a dense call
-        run_blocks("docs/usage.md", names, [('device="cuda"', 'device="cpu"')])
-    layer = {"layer": lambda x: flash_attn_func(x, x, x), "x": dense["q"]}
-    ready = f"{' = '.join('qkv')} = dense_input\ntorch.manual_seed(0)"
-    found = run_blocks(
-        "docs/usage.md",
-        names | layer | {"dense_input": dense["q"]},
-        [
-            ('device="cuda"', 'device="cpu"'),
-            ("torch.manual_seed(0)", ready),
-            (
-                "out, max_logits = flash_attn_func",
-                f"{' = '.join('qkv')} = dense_input\nout, max_logits = flash_attn_func",
-            ),
-        ],
-    )
+    smaller = [('device="cuda"', 'device="cpu"'), ("(2260, 16, 128", "(2260, 1, 16")]
+    calls = "out, max_logits = flash_attn_func", "torch.manual_seed(0)"
+    ready = [(call, f"q = k = v = dense_input\n{call}") for call in calls]
+    found = run_blocks("docs/usage.md", names, smaller + ready)
+    assert found["cu_seqlens"].tolist() == [0, 700, 2200, 2260] and found["max_logits"].shape == (1, 2)
     found["out"].sum().backward()
     assert dense["q"].grad.any()
 
