@@ -64,13 +64,16 @@ def checked(
         cache = _with_own_table(cache)
         _check_values(q, cache, new, cu_seqlens_q, batch, has_mask=has_mask)
         return batch, cache
-    _check_indices_on_device(cache, new)
+    # A negative index would wrap around. torch and the ops report all other values out of range.
+    if new.rotary_seqlens is not None and new.rotary_cos is not None:
+        check_not_negative("rotary_seqlens", new.rotary_seqlens)
     return batch, _with_own_table(cache)
 
 
 def _with_own_table(cache: Cache) -> Cache:
     if cache.table is None or cache.batch_idx is None:
         return cache
+    check_not_negative("cache_batch_idx", cache.batch_idx)
     return cache._replace(table=cache.table.index_select(0, cache.batch_idx), batch_idx=None)
 
 
@@ -267,14 +270,6 @@ def _check_batch_idx(cache: Cache, new: NewKeys) -> None:
     _check_range("cache_batch_idx", indices, (cache.k if cache.table is None else cache.table).shape[0] - 1)
     if new.k is not None and len(set(indices)) < len(indices):
         raise ValueError(f"cache_batch_idx must have distinct values with k, got {indices}")
-
-
-def _check_indices_on_device(cache: Cache, new: NewKeys) -> None:
-    """Rejects negative indices, which would wrap around. torch and the ops report all other values out of range."""
-    if cache.batch_idx is not None:
-        check_not_negative("cache_batch_idx", cache.batch_idx)
-    if new.rotary_seqlens is not None and new.rotary_cos is not None:
-        check_not_negative("rotary_seqlens", new.rotary_seqlens)
 
 
 def check_not_negative(name: str, x: Tensor) -> None:

@@ -398,6 +398,7 @@ def _contents(cache: Cache, seqlens: Tensor) -> tuple[Tensor, Tensor]:
         cache_checks.check_not_negative(cache.table_name, blocks)
         return cache.k[blocks].flatten(1, 2), cache.v[blocks].flatten(1, 2)
     if cache.batch_idx is not None:
+        cache_checks.check_not_negative("cache_batch_idx", cache.batch_idx)
         return cache.k.index_select(0, cache.batch_idx), cache.v.index_select(0, cache.batch_idx)
     return cache.k, cache.v
 

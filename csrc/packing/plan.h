@@ -51,8 +51,7 @@ struct Lengths {
       printf(
           "dash_attn: cu_seqlens_k must begin at 0 or more, not decrease and not exceed the rows of k, and seqused_k "
           "(cache_seqlens) must be at least 0 and at most a sequence's place; with dropout no sequence must have more "
-          "keys than "
-          "max_seqlen_k says, or dropout_bits has bits for\n");
+          "keys than max_seqlen_k says, or dropout_bits has bits for\n");
     } else {
       printf(
           "dash_attn: cu_seqlens_q must begin at 0 or more, not decrease and not exceed the rows of q, and seqused_q "
