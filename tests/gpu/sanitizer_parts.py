@@ -1,5 +1,5 @@
-"""For compute-sanitizer: the kernels that carry sums, in few chunks of small shapes and for every row of the tile table;
-and decoding with each form of a cache.
+"""For compute-sanitizer: the kernels that carry sums, in few chunks of small shapes and for every row of the tile
+table, and decoding with each form of a cache.
 
 compute-sanitizer --tool racecheck python tests/gpu/sanitizer_parts.py
 """
