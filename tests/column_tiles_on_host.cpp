@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "placement/columns.h"
+#include "placement/work_tile.h"
 
 using namespace dash_attn;
 
@@ -41,9 +42,7 @@ void check_parts(const TileGrid& grid, const std::vector<HiddenByTile>& hidden,
   int next_query = 0;
   for (int q = 0; q < grid.query_tiles(); ++q) {
     const QueryInterval of_tile = queries_of_tile(Pass::kForward, q, grid.tiling.query, s.seqlen_q);
-    const int end = end_of_query_tile(Pass::kForward, q, grid.tiling.query, s.seqlen_q);
     if (of_tile.first != next_query || of_tile.first % kPartRows != 0) { fail("a tile's first query", grid, q, 0); }
-    if (ceil_div(end, grid.tiling.query) - 1 != q) { fail("the number of a tile", grid, q, 0); }
     next_query = of_tile.end;
     for (int part = 0; part < kMostParts; ++part) {
       const TilePart of_part = TilePart::of(grid, of_tile, part);
@@ -133,6 +132,38 @@ void check(const TileGrid& grid, const std::vector<std::vector<int>>& bounds, bo
   }
 }
 
+// Every work tile has one number, and all that it may wait for have lower numbers.
+void check_places(int kv_tiles, int long_tiles) {
+  const TileGrid grid{{1, 1, 1}, mask_of(mask_rule(true, -1, -1, 0), {kv_tiles, kv_tiles})};
+  TileScheduler s{};
+  s.policy = Policy::kDescending;
+  s.sequence = grid.mask.sequence;
+  s.batch = 1;
+  s.kv_heads = 1 + below(5);
+  s.splits = 1 + below(3);
+  s.group_size = s.splits;
+  s.head_swizzle = 1 + below(6);
+  const int heads = s.kv_heads, all = heads * s.splits;
+  std::vector<int> next(all);  // KV tile of a head and split
+  for (int number = 0; number < all * kv_tiles; ++number) {
+    const WorkPlace place = s.place_long_tiles_first(grid, number, long_tiles);
+    if (long_tiles == 0) {
+      const WorkPlace plain = s.place<Policy::kDescending>(grid, number, 0);
+      if (plain.kv_tile != place.kv_tile || plain.kv_head != place.kv_head || plain.split != place.split) {
+        fail("the place without long tiles", grid, number, place.kv_tile);
+      }
+    }
+    int& of_head = next[place.split * heads + place.kv_head];
+    if (place.kv_tile != of_head++) { fail("a work tile before one that it waits for", grid, number, place.kv_tile); }
+    if (place.split > 0 && next[(place.split - 1) * heads + place.kv_head] < of_head) {
+      fail("a split before the one that it waits for", grid, number, place.kv_tile);
+    }
+    if ((number < all * long_tiles) != (place.kv_tile < long_tiles)) {
+      fail("a long tile comes late", grid, number, place.kv_tile);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -156,6 +187,10 @@ int main() {
       bounds.push_back(numbers);
     }
     check(grid, bounds, causal);
+  }
+  for (int round = 0; round < 300; ++round) {
+    const int kv_tiles = 1 + below(9);
+    check_places(kv_tiles, below(3) ? below(kv_tiles + 1) : 0);
   }
   std::puts("tiles agree with elements");
 }

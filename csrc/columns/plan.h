@@ -175,6 +175,26 @@ __device__ __forceinline__ void plan_query_tile(const PlannedSequence& planned, 
   if (lane == 0) { planned.query_tiles[query_tile] = tiles; }
 }
 
+// How many KV tiles from the first one on visit more than twice as many query tiles as the mean KV tile, if they are
+// few: those of a question that many answers share, for example. Called by a warp, when all visits have been written.
+__device__ __forceinline__ int count_long_tiles(const PlannedSequence& planned) {
+  constexpr int kMostWords = 2;
+  const int kv_tiles = planned.grid.kv_tiles(), lane = threadIdx.x % 32;
+  int visits = 0, long_tiles = 0;
+  for (int tile = lane; tile < kv_tiles; tile += 32) { visits += planned.kv_tiles[tile].visits.count; }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) { visits += __shfl_xor_sync(0xffffffff, visits, distance); }
+#pragma unroll
+  for (int word = 0; word < kMostWords; ++word) {
+    const int tile = 32 * word + lane;
+    const bool is_long =
+        tile < kv_tiles && int64_t{planned.kv_tiles[tile].visits.count} * kv_tiles > int64_t{2} * visits;
+    const uint32_t found = __ballot_sync(0xffffffff, is_long);
+    if (long_tiles == 32 * word) { long_tiles += __popc(found & ~(found + 1)); }  // from the lowest bit on
+  }
+  return long_tiles < 32 * kMostWords ? long_tiles : 0;
+}
+
 template <Pass kPass>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams params) {
   ptx::launch_dependents();  // which wait for this kernel's end
@@ -191,6 +211,10 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
     ptx::sync_cluster();
     for (int tile = warp; tile < planned.grid.query_tiles(); tile += warps) {
       plan_query_tile<kPass>(planned, int(params.arrays.sizes.words_of_tile), tile);
+    }
+    if (kPass == Pass::kBackward && params.mask_heads == 1 && warp == warps - 1) {
+      const int long_tiles = count_long_tiles(planned);
+      if (threadIdx.x % 32 == 0 && planned.grid.kv_tiles() > 0) { planned.kv_tiles[0].long_tiles = long_tiles; }
     }
   }
 }

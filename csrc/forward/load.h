@@ -87,7 +87,7 @@ class Loader {
       const QueryTile tile = scheduler.tile(place);
       const RowOrigin rows = RowOrigin::of(false, tile.batch, 0);
       const int64_t heads = scheduler.head_groups << scheduler.group_shift;
-      return {{end_of(scheduler, tile.index), tile.head_group, scheduler.sequence, rows,
+      return {{scheduler.end_position(tile.index), tile.head_group, scheduler.sequence, rows,
                tile.batch * heads * params_.lse_head_stride, tile.batch},
               rows};
     }
@@ -95,16 +95,9 @@ class Loader {
     const QueryTileScheduler alone = scheduler.of(sequence);
     const QueryTile tile = alone.tile(sequence.number_within(place, scheduler.head_groups));
     const Sequence lengths = sequence.lengths;
-    return {{end_of(alone, tile.index), tile.head_group, lengths,
+    return {{alone.end_position(tile.index), tile.head_group, lengths,
              RowOrigin::of(true, sequence.end_q, lengths.seqlen_q), sequence.end_q - lengths.seqlen_q, sequence.number},
             RowOrigin::of(true, sequence.end_k, lengths.seqlen_k)};
-  }
-
-  static __device__ __forceinline__ int end_of(const QueryTileScheduler& scheduler, int tile) {
-    if constexpr (Variant::kHasColumns) {
-      return end_of_query_tile(Pass::kForward, tile, scheduler.tile_positions, scheduler.sequence.seqlen_q);
-    }
-    return scheduler.end_position(tile);
   }
 
   // Announces the tile to the other warps. They read it when the barrier that is returned has completed.
@@ -169,10 +162,12 @@ class Loader {
     }
   }
 
-  // The same under a mask by key columns, in the same order.
-  __device__ __forceinline__ int load_live_tiles(const Tile& tile, int next_round) {
-    const int kv_head = params_.scheduler.kv_head(tile.head_group);
-    LiveWalk walk(params_, tile, kv_head);
+  // The same under a mask by key columns, in the same order, for the query tile of the plan that has the place of `tile`.
+  __device__ __forceinline__ int load_live_tiles(Tile tile, int next_round) {
+    const int kv_head = params_.scheduler.kv_head(tile.head_group), rows = params_.scheduler.tile_positions;
+    const int query_tile = tile.end / rows - 1;
+    tile.end = end_of_query_tile(Pass::kForward, query_tile, rows, tile.sequence.seqlen_q);
+    LiveWalk walk(params_, tile, query_tile, kv_head);
     announced_ = {walk.tiles(), params_.columns.keys(kv_head, first_key_row(tile))};
     const bool k_first = Variant::kQueryStages == 1 && walk.left() > 0;
     if (!k_first) { load_q(tile); }
