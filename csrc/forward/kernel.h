@@ -7,8 +7,6 @@
 // CTAs are persistent and never wait for another CTA. placement/forward_tiles.h assigns query tiles to them.
 #pragma once
 
-#include <type_traits>
-
 #include "../device/warp_roles.h"
 #include "config.h"
 #include "load.h"
@@ -19,7 +17,8 @@
 
 namespace dash_attn::forward {
 
-template <typename Variant>
+// kPages: in which pages keys lie where they lie in pages. A kernel with both loaders has too few registers for them.
+template <typename Variant, Keys kPages = Keys::kInBoxes>
 __global__ void __launch_bounds__(Variant::kThreads, 1) forward_kernel(const __grid_constant__ KernelParams params) {
   auto& shared = shared_storage<SharedStorage<Variant>>();
   if (threadIdx.x == 0) { initialise_barriers(shared); }
@@ -30,18 +29,12 @@ __global__ void __launch_bounds__(Variant::kThreads, 1) forward_kernel(const __g
     static_assert(Variant::kConsumers < kWarpgroupWarps);
     const bool leads = ptx::elect_one();
     constexpr Loads kFirst = Variant::kIsShort ? Loads::kAllButV : Loads::kAll;
-    const auto load_pages = [&](auto loads) {
-      if (params.pages.box_rows() == PageTable::kBoxRows) {
-        return Loader<Variant, Keys::kInBoxes, loads()>(shared, params, leads).run();
-      }
-      Loader<Variant, Keys::kInPages, loads()>(shared, params, leads).run();
-    };
     if constexpr (kMayHavePages<Variant>) {
-      if (warp == 0 && params.pages.exists()) { return load_pages(std::integral_constant<Loads, kFirst>()); }
+      if (warp == 0 && params.pages.exists()) { return Loader<Variant, kPages, kFirst>(shared, params, leads).run(); }
     }
     if constexpr (Variant::kIsShort) {
       if (warp == Variant::kConsumers + 1) {
-        if (params.pages.exists()) { return load_pages(std::integral_constant<Loads, Loads::kV>()); }
+        if (params.pages.exists()) { return Loader<Variant, kPages, Loads::kV>(shared, params, leads).run(); }
         return Loader<Variant, Keys::kInRows, Loads::kV>(shared, params, leads).run();
       }
     }
