@@ -290,7 +290,7 @@ FAULTS = [
     ("128", "forward/row_bits.h", "read(params.dropout, found(rows), (", "read_whole(found(rows), (",
      "a load of what is not there", dict(seqlen_q=250, dropout=0.25)),
     # The boxes of small pages after the first 32.
-    ("128", "forward/load.h", "+ box * box_rows * Swizzle", "+ box % 32 * box_rows * Swizzle", WRONG,
+    ("128", "forward/load.h", "(first + i) * box_rows * Swizzle", "i * box_rows * Swizzle", WRONG,
      dict(mask="window", pack="3:250,1:100", page_rows=1)),
     # P that changes while its product reads it.
     ("192", "forward/mainloop.h", "    complete_out(out, p);\n    if (corrects)",

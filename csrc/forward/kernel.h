@@ -7,6 +7,8 @@
 // CTAs are persistent and never wait for another CTA. placement/forward_tiles.h assigns query tiles to them.
 #pragma once
 
+#include <type_traits>
+
 #include "../device/warp_roles.h"
 #include "config.h"
 #include "load.h"
@@ -17,8 +19,7 @@
 
 namespace dash_attn::forward {
 
-// kPages: in which pages keys lie where they lie in pages. A kernel with both loaders has too few registers for them.
-template <typename Variant, Keys kPages = Keys::kInBoxes>
+template <typename Variant>
 __global__ void __launch_bounds__(Variant::kThreads, 1) forward_kernel(const __grid_constant__ KernelParams params) {
   auto& shared = shared_storage<SharedStorage<Variant>>();
   if (threadIdx.x == 0) { initialise_barriers(shared); }
@@ -29,12 +30,18 @@ __global__ void __launch_bounds__(Variant::kThreads, 1) forward_kernel(const __g
     static_assert(Variant::kConsumers < kWarpgroupWarps);
     const bool leads = ptx::elect_one();
     constexpr Loads kFirst = Variant::kIsShort ? Loads::kAllButV : Loads::kAll;
+    const auto load_pages = [&](auto loads) {
+      if (params.pages.box_rows() == PageTable::kBoxRows) {
+        return Loader<Variant, Keys::kInBoxes, loads()>(shared, params, leads).run();
+      }
+      Loader<Variant, Keys::kInPages, loads()>(shared, params, leads).run();
+    };
     if constexpr (kMayHavePages<Variant>) {
-      if (warp == 0 && params.pages.exists()) { return Loader<Variant, kPages, kFirst>(shared, params, leads).run(); }
+      if (warp == 0 && params.pages.exists()) { return load_pages(std::integral_constant<Loads, kFirst>()); }
     }
     if constexpr (Variant::kIsShort) {
       if (warp == Variant::kConsumers + 1) {
-        if (params.pages.exists()) { return Loader<Variant, kPages, Loads::kV>(shared, params, leads).run(); }
+        if (params.pages.exists()) { return load_pages(std::integral_constant<Loads, Loads::kV>()); }
         return Loader<Variant, Keys::kInRows, Loads::kV>(shared, params, leads).run();
       }
     }

@@ -318,24 +318,22 @@ class Loader {
   __device__ __forceinline__ void load_small_boxes(const CUtensorMap& map, Barrier& full, Element* place, int first_key,
                                                    int kv_head, const Tile& tile) {
     const PageTable& pages = params_.pages;
-    const int box_rows = pages.box_rows();
-    const auto keys_of_box = [&](int box) {
-      return PageTable::keys_of_box(tile.sequence.seqlen_k - first_key - box * box_rows, box_rows);
-    };
-    int own_end = 0;
+    const int box_rows = pages.box_rows(), boxes = Variant::kKey / box_rows;
 #pragma unroll 1
-    for (int box = 0; box * box_rows < Variant::kKey; ++box) {
-      if (box % 32 == 0) {
-        const int own = box + int(threadIdx.x) % 32, count = keys_of_box(own);
-        if (count > 0) { own_end = pages.end_of_box(tile.number, first_key + own * box_rows, count); }
-      }
-      const int end = __shfl_sync(0xffffffff, own_end, box % 32);
-      if (!leads()) { continue; }
-      const RowOrigin rows = RowOrigin::of(true, end, keys_of_box(box));
+    for (int first = 0; first < boxes; first += 32) {
+      const int key = first_key + (first + int(threadIdx.x) % 32) * box_rows;
+      const int own_count = PageTable::keys_of_box(tile.sequence.seqlen_k - key, box_rows);
+      const int own_end = own_count > 0 ? pages.end_of_box(tile.number, key, own_count) : 0;
+#pragma unroll 1
+      for (int i = 0; i < min_int(32, boxes - first); ++i) {
+        const int end = __shfl_sync(0xffffffff, own_end, i), count = __shfl_sync(0xffffffff, own_count, i);
+        if (!leads()) { continue; }
+        const RowOrigin rows = RowOrigin::of(true, end, count);
 #pragma unroll
-      for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
-        ptx::load_box(place + column * Variant::kKey + box * box_rows * Swizzle::kColumns, map,
-                      {column, kv_head, rows.first, rows.outer, rows.wrap}, &full, key_hint());
+        for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
+          ptx::load_box(place + column * Variant::kKey + (first + i) * box_rows * Swizzle::kColumns, map,
+                        {column, kv_head, rows.first, rows.outer, rows.wrap}, &full, key_hint());
+        }
       }
     }
   }

@@ -10,13 +10,7 @@ namespace dash_attn {
 
 template <typename Variant>
 void launch_compiled(const forward::KernelParams& params, int ctas, bool starts_early, cudaStream_t stream) {
-  auto* kernel = forward::forward_kernel<Variant>;
-  if constexpr (forward::kMayHavePages<Variant>) {
-    if (params.pages.exists() && params.pages.box_rows() < PageTable::kBoxRows) {
-      kernel = forward::forward_kernel<Variant, forward::Keys::kInPages>;
-    }
-  }
-  launch("the forward kernel", kernel, params,
+  launch("the forward kernel", forward::forward_kernel<Variant>, params,
          {unsigned(ctas), Variant::kThreads, sizeof(forward::SharedStorage<Variant>)}, stream,
          {starts_before_previous_ends(starts_early)});
 }
