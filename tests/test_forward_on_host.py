@@ -147,21 +147,16 @@ def test_packs(programs, row, mask):
     check(programs[row], pack="130:250,5:400,200:0,0:7,64:64,1:129", heads=2, kv_heads=1, **mask)
 
 
-# 512 is one page for each sequence.
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("mask, sizes", [
-    (dict(mask="causal"), (1, 8, 16, 48, 512)), (dict(mask="full"), (2, 5, 12, 100)),
-    (dict(mask="window", left=70, right=5), (3, 24, 48, 256)),
-], ids=str)  # fmt: skip
-def test_keys_in_pages_have_the_bits_of_keys_in_one_tensor(programs, row, mask, sizes):
+@pytest.mark.parametrize(
+    "mask", [dict(mask="causal"), dict(mask="full"), dict(mask="window", left=70, right=5)], ids=str
+)
+def test_keys_in_pages_have_the_bits_of_keys_in_one_tensor(programs, row, mask):
     """Kernels for windows read pages, whatever the mask is. What is outside the keys in a page is NaN."""
     call = dict(pack="1:250,5:400,3:0,0:7,64:64,1:129,2:17,200:210", heads=4, kv_heads=2, **mask)
     expected = check(programs[row], **call)
-    for page_rows in sizes:
-        if row == "96" and page_rows % 2:  # whose rows are half of what TMA loads
-            assert "the number must be even" in emulation.run(programs[row], page_rows=page_rows, **call).stderr
-        else:
-            assert check(programs[row], page_rows=page_rows, **call) == expected
+    for page_rows in (16, 48, 512):  # the last is one page for each sequence
+        assert check(programs[row], page_rows=page_rows, **call) == expected
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -289,9 +284,6 @@ FAULTS = [
     # Bits of dropout read behind the last block.
     ("128", "forward/row_bits.h", "read(params.dropout, found(rows), (", "read_whole(found(rows), (",
      "a load of what is not there", dict(seqlen_q=250, dropout=0.25)),
-    # The boxes of small pages after the first 32.
-    ("128", "forward/load.h", "(first + i) * box_rows * Swizzle", "i * box_rows * Swizzle", WRONG,
-     dict(mask="window", pack="3:250,1:100", page_rows=1)),
     # P that changes while its product reads it.
     ("192", "forward/mainloop.h", "    complete_out(out, p);\n    if (corrects)",
      "    round_p(p, s, bits_read, kv_tile);\n    complete_out(out, p);\n    if (corrects)",

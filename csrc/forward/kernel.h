@@ -7,8 +7,6 @@
 // CTAs are persistent and never wait for another CTA. placement/forward_tiles.h assigns query tiles to them.
 #pragma once
 
-#include <type_traits>
-
 #include "../device/warp_roles.h"
 #include "config.h"
 #include "load.h"
@@ -30,24 +28,18 @@ __global__ void __launch_bounds__(Variant::kThreads, 1) forward_kernel(const __g
     static_assert(Variant::kConsumers < kWarpgroupWarps);
     const bool leads = ptx::elect_one();
     constexpr Loads kFirst = Variant::kIsShort ? Loads::kAllButV : Loads::kAll;
-    const auto load_pages = [&](auto loads) {
-      if (params.pages.box_rows() == PageTable::kBoxRows) {
-        return Loader<Variant, Keys::kInBoxes, loads()>(shared, params, leads).run();
-      }
-      Loader<Variant, Keys::kInPages, loads()>(shared, params, leads).run();
-    };
     if constexpr (kMayHavePages<Variant>) {
-      if (warp == 0 && params.pages.exists()) { return load_pages(std::integral_constant<Loads, kFirst>()); }
+      if (warp == 0 && params.pages.exists()) { return Loader<Variant, true, kFirst>(shared, params, leads).run(); }
     }
     if constexpr (Variant::kIsShort) {
       if (warp == Variant::kConsumers + 1) {
-        if (params.pages.exists()) { return load_pages(std::integral_constant<Loads, Loads::kV>()); }
-        return Loader<Variant, Keys::kInRows, Loads::kV>(shared, params, leads).run();
+        if (params.pages.exists()) { return Loader<Variant, true, Loads::kV>(shared, params, leads).run(); }
+        return Loader<Variant, false, Loads::kV>(shared, params, leads).run();
       }
     }
     if (!leads) { return; }
     if (warp == 0) {
-      Loader<Variant, Keys::kInRows, kFirst>(shared, params, leads).run();
+      Loader<Variant, false, kFirst>(shared, params, leads).run();
     } else if (warp <= Variant::kConsumers) {
       Storer<Variant>(shared, params, warp - 1).run();
     }

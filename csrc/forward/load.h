@@ -1,6 +1,6 @@
 // The loader: one thread that loads Q, K and V by TMA. It goes through KV tiles from the last to the first, so that
 // masked tiles, which are the last ones, come before the loop. Where keys lie in pages, the loader is a warp: each lane
-// looks up the page of a box of a KV tile, and one lane does all else. For short query tiles, whose KV tiles follow
+// looks up the page of one box of a KV tile, and one lane does all else. For short query tiles, whose KV tiles follow
 // each other fast, another warp loads V.
 //
 //   order of loads in a tile:   Q  K(n-1)   K(n-2)  V(n-1)   K(n-3)  V(n-2)   ...   K(0)  V(1)   V(0)
@@ -22,11 +22,8 @@ constexpr bool kMayHavePages = Variant::kMask == MaskKind::kWindow && !Variant::
 // What a loader loads.
 enum class Loads { kAll, kAllButV, kV };
 
-// Where keys lie: in rows that follow each other, in pages of whole boxes of PageTable::kBoxRows keys, or in any pages.
-enum class Keys { kInRows, kInBoxes, kInPages };
-
 // Each query tile of the heads that share K and V reads them once. Q is read once in all.
-template <typename Variant, Keys kKeys = Keys::kInRows, Loads kLoads = Loads::kAll>
+template <typename Variant, bool kHasPages = false, Loads kLoads = Loads::kAll>
 class Loader {
  public:
   using Element = typename Variant::Element;
@@ -50,7 +47,6 @@ class Loader {
   }
 
  private:
-  static constexpr bool kHasPages = kKeys != Keys::kInRows;
   static constexpr bool kIsWarp = kHasPages || kLoads == Loads::kV;
   using Swizzle = typename Variant::Swizzle;
   using Ring = RingIndex<Variant::kStages>;
@@ -68,16 +64,16 @@ class Loader {
   }
 
   // Whether a KV tile is found while the one before it is loaded. Beside slopes there are no registers for that.
-  static constexpr bool kFindsEarly = kKeys == Keys::kInBoxes && Variant::Score::kKind == ScoreKind::kPlain;
+  static constexpr bool kFindsEarly = kHasPages && Variant::Score::kKind == ScoreKind::kPlain;
 
   struct Tile : AnnouncedTile {
     RowOrigin key_rows;
   };
 
-  // A KV tile, and the row of the tensor at which the lane's box of it ends.
+  // A KV tile, and with pages the row of the tensor at which the lane's box of it ends.
   struct KeyTile {
     int number;
-    std::conditional_t<kKeys == Keys::kInBoxes, int, Empty> end_of_box;
+    std::conditional_t<kHasPages, int, Empty> end_of_box;
   };
 
   __device__ __forceinline__ Tile tile_at(int place) const {
@@ -252,9 +248,9 @@ class Loader {
     v_ = v_.next();
   }
 
-  // Where keys lie in boxes, reads the page table, from global memory: called before the rows are needed (kFindsEarly).
+  // With pages, reads the page table, from global memory: called before the rows are needed (kFindsEarly).
   __device__ __forceinline__ KeyTile find(int kv_tile, const Tile& tile) const {
-    if constexpr (kKeys == Keys::kInBoxes) {
+    if constexpr (kHasPages) {
       const int lane = int(threadIdx.x) % 32, key = first_key_of_box(kv_tile, lane);
       const int count = lane < kBoxes ? PageTable::keys_of_box(tile.sequence.seqlen_k - key) : 0;
       return {kv_tile, count > 0 ? params_.pages.end_of_box(tile.number, key, count) : 0};
@@ -274,10 +270,8 @@ class Loader {
   __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* place,
                                                 const KeyTile& kv_tile, int kv_head, const Tile& tile) {
     if (leads()) { full.arrive_and_expect_tx(Variant::kKey * kColumns * sizeof(Element)); }
-    if constexpr (kKeys == Keys::kInBoxes) {
+    if constexpr (kHasPages) {
       load_boxes<kColumns>(map, full, place, kv_tile, kv_head, tile.sequence.seqlen_k);
-    } else if constexpr (kKeys == Keys::kInPages) {
-      load_small_boxes<kColumns>(map, full, place, kv_tile.number * Variant::kKey, kv_head, tile);
     } else if (leads()) {
       load_tile<Swizzle, Variant::kKey, kColumns>(map, full, place, tile.key_rows, kv_tile.number * Variant::kKey,
                                                   kv_head, key_hint());
@@ -306,34 +300,6 @@ class Loader {
       for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
         ptx::load_box(place + column * Variant::kKey + i * PageTable::kBoxRows * Swizzle::kColumns, map,
                       {column, kv_head, rows.first, rows.outer, rows.wrap}, &full, key_hint());
-      }
-    }
-  }
-
-  // The KV tile from `first_key` on, in boxes of fewer rows. A box then begins at a multiple of 128 bytes of shared
-  // memory, and perhaps within the 1024 after which the pattern of the swizzle repeats. The pattern is one of addresses
-  // (bits 7 to 9 change bits 4 to 6), so every row lands where a larger box puts it: test_pages_of_any_size in
-  // tests/gpu/test_compat.py.
-  template <int kColumns>
-  __device__ __forceinline__ void load_small_boxes(const CUtensorMap& map, Barrier& full, Element* place, int first_key,
-                                                   int kv_head, const Tile& tile) {
-    const PageTable& pages = params_.pages;
-    const int box_rows = pages.box_rows(), boxes = Variant::kKey / box_rows;
-#pragma unroll 1
-    for (int first = 0; first < boxes; first += 32) {
-      const int key = first_key + (first + int(threadIdx.x) % 32) * box_rows;
-      const int own_count = PageTable::keys_of_box(tile.sequence.seqlen_k - key, box_rows);
-      const int own_end = own_count > 0 ? pages.end_of_box(tile.number, key, own_count) : 0;
-#pragma unroll 1
-      for (int i = 0; i < min_int(32, boxes - first); ++i) {
-        const int end = __shfl_sync(0xffffffff, own_end, i), count = __shfl_sync(0xffffffff, own_count, i);
-        if (!leads()) { continue; }
-        const RowOrigin rows = RowOrigin::of(true, end, count);
-#pragma unroll
-        for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
-          ptx::load_box(place + column * Variant::kKey + (first + i) * box_rows * Swizzle::kColumns, map,
-                        {column, kv_head, rows.first, rows.outer, rows.wrap}, &full, key_hint());
-        }
       }
     }
   }

@@ -79,16 +79,10 @@ void make_tensor_maps(const ForwardArguments& a, const ForwardKernel& kernel, fo
     return make_tensor_map(t, a.dtype, a.query_rows(), a.heads, head_dim,
                            {kernel.swizzle_columns, 1 << group_shift, kWarpgroupRows >> group_shift});
   };
-  const int key_rows = a.pages.exists() ? a.pages.box_rows() : kernel.key_rows;
   const auto key_map = [&](const TensorView& t, int head_dim) {
-    return make_tensor_map(t, a.dtype, a.key_rows(), a.kv_heads, head_dim, {kernel.swizzle_columns, 1, key_rows});
+    return make_tensor_map(t, a.dtype, a.key_rows(), a.kv_heads, head_dim,
+                           {kernel.swizzle_columns, 1, a.pages.exists() ? PageTable::kBoxRows : kernel.key_rows});
   };
-  constexpr int kElementBytes = 2, kSharedAlignment = 128;  // of TMA
-  if (key_rows * kernel.swizzle_columns * kElementBytes < kSharedAlignment) {
-    throw std::runtime_error("dash_attn: no kernel reads pages of " + std::to_string(a.pages.page_rows) +
-                             " keys with " + std::to_string(a.padded_head_dims().qk) +
-                             " columns: the number must be even");
-  }
   params.q = query_map(a.q, a.head_dims.qk);
   params.out = query_map(a.out, a.head_dims.v);
   params.k = key_map(a.k, a.head_dims.qk);

@@ -35,27 +35,20 @@ struct RowOrigin {
 struct PageTable {
   const int* pages;   // (batch, max_pages)
   int max_pages;      // of a sequence
-  int page_rows;
+  int page_rows;      // a multiple of kBoxRows, unless a sequence has one page
   int page_distance;  // rows of the tensor from one page to the next
 
-  // The most keys that one TMA operation loads.
+  // Keys that one TMA operation loads: they lie in one page.
   static constexpr int kBoxRows = 16;
 
   DASH_HOST_DEVICE constexpr bool exists() const { return pages != nullptr; }
 
-  // Keys that one TMA operation loads, which lie in one page: a power of two.
-  DASH_HOST_DEVICE constexpr int box_rows() const {
-    return max_pages == 1 ? kBoxRows : min_int(kBoxRows, page_rows & -page_rows);
-  }
-
   // Keys that a sequence has room for; fewer than kUnbounded.
   DASH_HOST_DEVICE constexpr int capacity() const { return max_pages * page_rows; }
 
-  // The keys in a box of `rows` where `keys_left` keys of a sequence are left. The rest of the box reads as zeros, and
-  // a page without keys of the sequence is not looked up.
-  static DASH_HOST_DEVICE constexpr int keys_of_box(int keys_left, int rows = kBoxRows) {
-    return max_int(0, min_int(keys_left, rows));
-  }
+  // The keys in a box where `keys_left` keys of a sequence are left. The rest of the box reads as zeros, and a page
+  // without keys of the sequence is not looked up.
+  static DASH_HOST_DEVICE constexpr int keys_of_box(int keys_left) { return max_int(0, min_int(keys_left, kBoxRows)); }
 
   // The row of the tensor after the last key of a box with `count` keys of a sequence, at least one, from `key` on.
   DASH_HOST_DEVICE constexpr int end_of_box(int sequence, int key, int count) const {

@@ -17,7 +17,7 @@ struct TensorOfMap {
     if (at[2] < 0) { emulator::fail("a box that begins at a negative row"); }
     uint32_t index[kRank] = {};
     const uint32_t row_bytes = 2 * box[0];
-    if (shared % 128 != 0) { emulator::fail("a box at an address that TMA does not take"); }
+    if (shared % (8 * row_bytes) != 0) { emulator::fail("a box of which the swizzle's pattern is cut"); }
     for (uint32_t row = 0;; ++row) {
       for (index[0] = 0; index[0] < box[0]; ++index[0]) {
         uint32_t place = shared + row * row_bytes + 2 * index[0];
