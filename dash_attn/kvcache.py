@@ -50,9 +50,9 @@ def flash_attn_with_kvcache(
     aligned with the last key.
 
     Keys are never split over SMs: one SM computes a row, however long the cache is. The kernels read the blocks of a
-    `block_table`, and the sequences that a `cache_batch_idx` picks, in place, fastest if block_size is a multiple of
-    16. The call copies them instead with cache_leftpad, if a head_dim is not a multiple of 8, if block_size is odd and
-    the larger head_dim is from 65 to 96, and under torch.compile.
+    `block_table`, and the sequences that a `cache_batch_idx` picks, in place. The call copies them instead if
+    block_size is not a multiple of 16, with cache_leftpad, if a head_dim is not a multiple of 8, and under
+    torch.compile.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, as in `flash_attn_func`.
@@ -349,6 +349,10 @@ def _rows_of_batch(x: Tensor, cu_seqlens: Tensor | None, batch: int) -> _RowsOfB
     return _RowsOfBatch(sequence.clamp(max=max(batch - 1, 0)), offset, is_of_one)
 
 
+_BOX_ROWS = 16
+"""Rows of a page that the kernels read at a time (PageTable in csrc/placement/sequences.h)."""
+
+
 class _InPlace(NamedTuple):
     """Arguments of `dash_attn::forward_of_cache`."""
 
@@ -376,10 +380,8 @@ def _in_place(cache: Cache, batch: int) -> _InPlace | None:
         return None
     if k.shape[-1] % 8 or v.shape[-1] % 8:
         return None  # the op pads head dims in a copy
-    if table is not None and table.shape[1] == 0:
+    if table is not None and (table.shape[1] == 0 or (table.shape[1] > 1 and k.shape[1] % _BOX_ROWS)):
         return None
-    if table is not None and table.shape[1] > 1 and k.shape[1] % 2 and 64 < max(k.shape[-1], v.shape[-1]) <= 96:
-        return None  # of the kernels with 96 columns, TMA loads two rows at least
     distance = _pitch(k)
     if distance is None or distance != _pitch(v):
         return None

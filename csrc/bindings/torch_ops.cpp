@@ -314,7 +314,8 @@ PageTable pages_of(const Cache& cache, const AttentionArguments& arguments, int3
   }
   const int64_t most = table ? table->size(1) : 1, pages = table ? 1 : arguments.batch;
   STD_TORCH_CHECK(page_rows >= 1 && page_distance >= page_rows && most * page_rows < kUnbounded &&
-                      page_distance < kUnbounded && (pages - 1) * page_distance + page_rows <= arguments.seqlen_k,
+                      page_distance < kUnbounded && (pages - 1) * page_distance + page_rows <= arguments.seqlen_k &&
+                      (most <= 1 || page_rows % PageTable::kBoxRows == 0),
                   "no page can have ", page_rows, " rows at a distance of ", page_distance, ", with ", most,
                   " pages of a sequence and ", arguments.seqlen_k, " rows in all");
   return {table ? static_cast<const int*>(table->data_ptr()) : nullptr, static_cast<int>(most),
