@@ -1,7 +1,7 @@
 // Plans a pass under a mask by key columns, on the device. A cluster of CTAs plans one sequence for one head of the
-// mask. It reads the caller's tensor once: a warp for each KV tile writes the queries that its keys hide, and which query
-// tiles it visits. When the whole cluster has done so, a warp for each query tile writes which KV tiles are live. All of
-// this only evaluates contract/columns.h.
+// mask. It reads the caller's tensor once: a warp for each KV tile writes the queries that its keys hide, and which
+// query tiles it visits. When the whole cluster has done so, a warp for each query tile writes which KV tiles are live.
+// All of this only evaluates contract/columns.h.
 #pragma once
 
 #include "../contract/columns.h"

@@ -158,7 +158,7 @@ class Loader {
     }
   }
 
-  // The same under a mask by key columns, in the same order, for the query tile of the plan that has the place of `tile`.
+  // The same under a mask by key columns, in the same order, for the plan's query tile with the number of `tile`.
   __device__ __forceinline__ int load_live_tiles(Tile tile, int next_round) {
     const int kv_head = params_.scheduler.kv_head(tile.head_group), rows = params_.scheduler.tile_positions;
     const int query_tile = tile.end / rows - 1;

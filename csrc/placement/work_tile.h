@@ -106,12 +106,12 @@ struct TileScheduler {
     }
   }
 
-  // The same for masks by key columns, except that the first `long_tiles` KV tiles of all heads come before all other KV
-  // tiles. No KV tile waits for a later one of its head, so every wait still points back.
+  // The same for masks by key columns, except that the first `long_tiles` KV tiles of all heads come before all other
+  // KV tiles. No KV tile waits for a later one of its head, so every wait still points back.
   DASH_HOST_DEVICE constexpr WorkPlace place_long_tiles_first(TileGrid const& grid, int number, int long_tiles) const {
     int const heads = batch * kv_heads, all = heads * splits;
     bool const is_long = number < long_tiles * all;
-    int const tiles = is_long ? long_tiles : grid.kv_tiles() - long_tiles;  // in the first lot the long ones of all heads
+    int const tiles = is_long ? long_tiles : grid.kv_tiles() - long_tiles;
     int const swizzle = is_long ? all : head_swizzle;
     if (!is_long) number -= long_tiles * all;
     int const lot_start = number / tiles / swizzle * swizzle, lot = min_int(swizzle, all - lot_start);

@@ -111,7 +111,9 @@ class Machine {
     body_ = [&] { kernel(params); };
     blocks_of_grid = blocks;
     for (unsigned next = 0; next < blocks || !blocks_.empty();) {
-      while (next < blocks && blocks_.size() < together && (next % cluster != 0 || blocks_.size() % cluster == 0)) { blocks_.push_back(make_block(next++, threads)); }
+      while (next < blocks && blocks_.size() < together && (next % cluster != 0 || blocks_.empty() || cluster == 1)) {
+        blocks_.push_back(make_block(next++, threads));
+      }
       run_blocks();
     }
     barriers_.clear();
