@@ -72,8 +72,8 @@ def flash_attn_with_kvcache(
         cache_seqlens: an int, or int32 (batch,) on q's device: the number of keys in the cache before this call.
             Required with k. Default: the whole capacity. With k and block_table or cache_batch_idx the value may be
             minus seqlen_new for a sequence that has no keys and receives none, such as padding of the batch; its
-            block_table may hold -1. Values out of range, here and in the tables below, raise a ValueError on a CPU and
-            a device-side error on a GPU, like an index out of bounds.
+            block_table may hold -1, but its cache_batch_idx must be valid. Values out of range, here and in the tables
+            below, raise a ValueError on a CPU and a device-side error on a GPU, like an index out of bounds.
         rotary_interleaved: whether dimensions 0 and 1, 2 and 3, ... are rotated together; otherwise d and
             d + rotary_dim / 2.
         cache_batch_idx: int32 (batch,) on q's device: the sequence of the cache, or the row of block_table, for each
@@ -192,7 +192,7 @@ def attend(
             positions = of_queries.places(start, step=int(has_mask))
             q = turn(q, positions if cu_seqlens_q is not None else positions.view(q.shape[:2]))
         seqlens = torch.ops.dash_attn.append.default(
-            cache.k, cache.v, new_k, new_v, seqlens, new.cu_seqlens, _table(cache)
+            cache.k, cache.v, new_k, new_v, seqlens, new.cu_seqlens, _table(cache), arguments["sm_margin"]
         )
     seqlen_q = q.shape[1]
     packed_q = q.flatten(0, 1) if cu_seqlens_q is None else q

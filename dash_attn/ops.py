@@ -155,9 +155,11 @@ def _forward_of_cache_cpu(
     )  # fmt: skip
 
 
-def _append_cpu(k_cache, v_cache, k, v, ends, seqlens, cu_seqlens, block_table):
+def _append_cpu(k_cache, v_cache, k, v, ends, seqlens, cu_seqlens, block_table, sm_margin):
     batch, page_rows = len(seqlens), k_cache.shape[1]
     if cu_seqlens is None:
+        if k.shape[0] % max(batch, 1):
+            raise ValueError(f"the rows of k must be a multiple of the {batch} sequences, got {k.shape[0]}")
         cu_seqlens = packs.multiples(k.shape[0] // max(batch, 1), batch + 1, k.device)
     table = torch.arange(batch)[:, None] if block_table is None else block_table
     written = []
@@ -177,8 +179,11 @@ def _append_cpu(k_cache, v_cache, k, v, ends, seqlens, cu_seqlens, block_table):
     if not written:
         return
     rows, pages, places = map(torch.cat, zip(*written))
-    if (pages < 0).any():
-        raise ValueError("block_table and cache_batch_idx must be at least 0 wherever a key is written, got less")
+    if ((pages < 0) | (pages >= k_cache.shape[0])).any():
+        raise ValueError(
+            f"block_table and cache_batch_idx must be at least 0 and less than {k_cache.shape[0]} wherever a key is "
+            f"written, got {pages.tolist()}"
+        )
     k_cache[pages, places] = k[rows]
     v_cache[pages, places] = v[rows]
 

@@ -295,7 +295,7 @@ TORCH_LIBRARY(dash_attn, library) {
               "-> " DASH_OUTPUTS,
               {at::Tag::pt2_compliant_tag});
   library.def("append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor seqlens, Tensor? cu_seqlens, "
-              "Tensor? block_table) -> Tensor",
+              "Tensor? block_table, SymInt sm_margin) -> Tensor",
               {at::Tag::pt2_compliant_tag});
   library.def("name_forward(bool as_flash_attn) -> ()", &dash_attn::name_forward);
   library.def("attention" DASH_ATTENTION DASH_OUTPUTS);
@@ -374,7 +374,7 @@ TORCH_LIBRARY(dash_attn_C, library) {
               "Tensor? cu_seqlens_q, Tensor? seqused_q, " DASH_CACHE DASH_SCORES
               "float softmax_scale, float softcap, " DASH_MASK "int sm_margin) -> ()");
   library.def("append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor(c!) ends, Tensor seqlens, "
-              "Tensor? cu_seqlens, Tensor? block_table) -> ()");
+              "Tensor? cu_seqlens, Tensor? block_table, int sm_margin) -> ()");
   library.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!) dq, "
       "Tensor(b!) dk, Tensor(c!) dv, " DASH_PACK DASH_SCORES

@@ -34,12 +34,12 @@ int* integers(const Tensor& tensor, const char* name, int64_t size, int32_t devi
 
 // Writes rows of k and v into the caches, after seqlens keys of each sequence, and writes ends.
 void append(Tensor k_cache, Tensor v_cache, const Tensor& k, const Tensor& v, Tensor ends, const Tensor& seqlens,
-            OptionalTensor cu_seqlens, OptionalTensor block_table) {
+            OptionalTensor cu_seqlens, OptionalTensor block_table, int64_t sm_margin) {
   STD_TORCH_CHECK(k_cache.is_cuda(), "k_cache must be a CUDA tensor");
   const int32_t device = k_cache.get_device_index();
   const int64_t batch = seqlens.numel(), rows = k.size(0);
   if (batch == 0) return;
-  check_hopper(device, "k_cache");
+  const int num_sms = usable_sms(device, sm_margin, "k_cache");
   cache::AppendParams params{};
   params.k = appended_rows(k, k_cache, "k", device);
   params.v = appended_rows(v, v_cache, "v", device);
@@ -54,7 +54,7 @@ void append(Tensor k_cache, Tensor v_cache, const Tensor& k, const Tensor& v, Te
   params.ends = integers(ends, "ends", batch, device);
   params.cu_seqlens = cu_seqlens ? integers(*cu_seqlens, "cu_seqlens_k_new", batch + 1, device) : nullptr;
   params.step = static_cast<int>(rows / batch);
-  STD_TORCH_CHECK(cu_seqlens || params.step * batch == rows, "k must have as many rows for each of ", batch,
+  STD_TORCH_CHECK(cu_seqlens || params.step * batch == rows, "the rows of k must be a multiple of the ", batch,
                   " sequences, got ", rows);
   STD_TORCH_CHECK(!block_table || (block_table->dim() == 2 && block_table->size(0) == batch),
                   "block_table must have a row for each sequence");
@@ -65,7 +65,7 @@ void append(Tensor k_cache, Tensor v_cache, const Tensor& k, const Tensor& v, Te
   params.pages.page_rows = static_cast<int>(page_rows);
   params.num_pages = static_cast<int>(k_cache.size(0));
   const torch::stable::accelerator::DeviceGuard guard(device);
-  run_append(params, current_stream(device));
+  run_append(params, num_sms, static_cast<int>(sm_margin), current_stream(device));
 }
 
 }  // namespace

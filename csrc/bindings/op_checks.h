@@ -56,7 +56,8 @@ class OutOfMemory : public std::bad_alloc {
  public:
   OutOfMemory(int64_t bytes, int32_t device, size_t free)
       : text_("CUDA out of memory. Tried to allocate a workspace of " + std::to_string(bytes) + " bytes on cuda:" +
-              std::to_string(device) + ", which has " + std::to_string(free) + " bytes outside of torch's cache free") {}
+              std::to_string(device) + ", of which " + std::to_string(free) +
+              " bytes are free outside torch's cache") {}
 
   const char* what() const noexcept override { return text_.c_str(); }
 

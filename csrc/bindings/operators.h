@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <array>
@@ -35,6 +36,8 @@ void call_kernels(const Op& op, const T&... arguments) {
   try {
     call_flat(op, arguments...);
   } catch (const std::bad_alloc& error) {
+    // Not if the host has run out of memory.
+    if (std::string_view(error.what()).rfind("CUDA out of memory", 0) != 0) { throw; }
     TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
   }
 }
@@ -56,7 +59,7 @@ using CacheKernelOp = FlatSignature<void(const Tensor&, const Tensor&, const Ten
                                          const MaskArguments&, int64_t)>;
 using AppendKernelOp =
     void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, Tensor, const Tensor&, OptionalTensor,
-         OptionalTensor);
+         OptionalTensor, int64_t);
 using BackwardKernelOp = FlatSignature<void(const BackwardTensors&, const PackTensors&, const ScoreTensors&,
                                             const ScoreGradients&, double, double, const MaskArguments&, int64_t,
                                             int64_t, const KernelDropout&, OptionalTensor)>;
@@ -273,8 +276,9 @@ inline void check_forward_of_cache(const Tensor& q, const Tensor& k, const Tenso
   check_operands(q, k, v, {offsets, offsets, seqused_q, cache.seqused_k}, scores, softmax_scale, mask, sm_margin);
   TORCH_CHECK_VALUE(batch >= 1 && k.sym_numel() != 0, "k must have at least one row, for one sequence, got ",
                     shape_text(k), " and a batch of ", size_text(batch));
-  TORCH_CHECK_VALUE(cu_seqlens_q || q.sym_size(0) % batch == 0, "q must have as many rows for each of ",
-                    size_text(batch), " sequences without cu_seqlens_q, got ", shape_text(q));
+  TORCH_CHECK_VALUE(cu_seqlens_q || q.sym_size(0) % batch == 0,
+                    "without cu_seqlens_q the rows of q must be a multiple of the ", size_text(batch),
+                    " sequences, got ", shape_text(q));
   check_cache(cache, q, k, batch);
 }
 
@@ -310,20 +314,23 @@ inline Outputs forward_of_cache_meta(const Tensor& q, const Tensor& k, const Ten
 // Writes new rows of k and v, (rows, kv_heads, head_dim), into a cache after the keys that its sequences have, and
 // returns how many they have then. The arguments are those that dash_attn/cache_checks.py lets pass.
 inline Tensor append(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v,
-                     const Tensor& seqlens, OptionalTensor cu_seqlens, OptionalTensor block_table) {
+                     const Tensor& seqlens, OptionalTensor cu_seqlens, OptionalTensor block_table, SymInt sm_margin) {
   // Where one of them is saved for somebody's derivative, that it is overwritten is noticed.
   for (const Tensor& cache : {k_cache, v_cache}) {
+    TORCH_CHECK(!cache.is_inference() || c10::InferenceMode::is_enabled(),
+                "k_cache and v_cache must not be inference tensors outside of torch.inference_mode(), got one");
     if (!cache.is_inference()) { cache.unsafeGetTensorImpl()->bump_version(); }
   }
   const Tensor ends = at::empty_like(seqlens);
   DASH_OP("dash_attn_C::append", AppendKernelOp)
-      .call(k_cache, v_cache, k, v, ends, seqlens, contiguous(cu_seqlens), contiguous(block_table));
+      .call(k_cache, v_cache, k, v, ends, seqlens, contiguous(cu_seqlens), contiguous(block_table),
+            sm_margin.expect_int());
   return ends;
 }
 
 inline Tensor append_meta(const Tensor& /*k_cache*/, const Tensor& /*v_cache*/, const Tensor& /*k*/,
                           const Tensor& /*v*/, const Tensor& seqlens, OptionalTensor /*cu_seqlens*/,
-                          OptionalTensor /*block_table*/) {
+                          OptionalTensor /*block_table*/, SymInt /*sm_margin*/) {
   return at::empty_like(seqlens);
 }
 

@@ -152,7 +152,7 @@ float* checked_lse(const Tensor& softmax_lse, const char* name, const Shape& que
 }
 
 // Checks q, k, v, softmax_lse, a pack and what changes scores, and fills in the arguments that follow from them. Keys
-// in a cache have lengths without offsets, and so may their queries.
+// in a cache have lengths and no offsets, and their queries need none.
 Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& softmax_lse,
                    const PackTensors& pack, const ScoreTensors& scores, double softcap, double softmax_scale,
                    const MaskArguments& mask, int64_t sm_margin, AttentionArguments& arguments) {
@@ -174,8 +174,8 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   const int64_t batch = cu_seqlens_q ? cu_seqlens_q->size(0) - 1 : is_pack ? seqused_k->numel() : query.batch;
   arguments.batch = to_int(batch, "batch");
   const int64_t rows_q = is_pack && !cu_seqlens_q ? to_int(query.seqlen, "seqlen_q") / batch : 0;
-  STD_TORCH_CHECK(rows_q == 0 || rows_q * batch == query.seqlen, "q must have as many rows for each of ", batch,
-                  " sequences, got ", query.seqlen);
+  STD_TORCH_CHECK(!is_pack || cu_seqlens_q || (rows_q > 0 && rows_q * batch == query.seqlen),
+                  "the rows of q must be a multiple of the ", batch, " sequences, got ", query.seqlen);
   arguments.pack = {integers(cu_seqlens_q, "cu_seqlens_q", batch + 1, device),
                     integers(cu_seqlens_k, "cu_seqlens_k", batch + 1, device),
                     integers(seqused_q, "seqused_q", batch, device), integers(seqused_k, "seqused_k", batch, device),

@@ -14,7 +14,7 @@ constexpr int kAppendThreads = 128;
 
 enum class Wrong { kOffsets, kLength, kPage };
 
-// An argument of printf would take local memory.
+// One function for each text, because an argument of printf would take local memory.
 template <Wrong kWhat>
 __device__ __noinline__ void refuse() {
   if constexpr (kWhat == Wrong::kOffsets) {

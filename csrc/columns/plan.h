@@ -13,7 +13,7 @@ namespace dash_attn::columns {
 
 constexpr int kPlanThreads = 512;
 constexpr int kPlanWarps = kPlanThreads / 32;
-constexpr int kMostCtasOfCluster = 8;  // that every GPU with clusters allows
+constexpr int kMostCtasOfCluster = 2;  // which fit on one SM, so that a single free SM suffices
 constexpr int kMostBounds = 4;         // of a key
 constexpr int kKeysOfLane = 4;         // at most
 constexpr int kWordsAtOnce = 4;        // whose KV tiles a lane loads together
@@ -196,7 +196,8 @@ __device__ __forceinline__ int count_long_tiles(const PlannedSequence& planned) 
 }
 
 template <Pass kPass>
-__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams params) {
+__global__ void __launch_bounds__(kPlanThreads, kMostCtasOfCluster)
+    plan_kernel(const __grid_constant__ PlanParams params) {
   ptx::launch_dependents();  // which wait for this kernel's end
   if (params.counter && blockIdx.x == 0 && threadIdx.x == 0) { *params.counter = 0; }
   const int ctas = params.ctas_of_cluster, clusters = int(gridDim.x) / ctas, warps = ctas * kPlanWarps;
@@ -207,7 +208,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
     for (int tile = warp; tile < planned.grid.kv_tiles(); tile += warps) {
       plan_kv_tile<kPass>(params, planned, tile);
     }
-    __syncwarp();  // one lane may have written more
+    __syncwarp();  // all lanes arrive at the barrier of the cluster together
     ptx::sync_cluster();
     for (int tile = warp; tile < planned.grid.query_tiles(); tile += warps) {
       plan_query_tile<kPass>(planned, int(params.arrays.sizes.words_of_tile), tile);

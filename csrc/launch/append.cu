@@ -34,10 +34,10 @@ AppendedRows in_vectors(AppendedRows x) {
 
 }  // namespace
 
-void run_append(const cache::AppendParams& arguments, cudaStream_t stream) {
+void run_append(const cache::AppendParams& arguments, int num_sms, int sm_margin, cudaStream_t stream) {
   constexpr int kMostBlocks = 2048;
   const int blocks = std::max(1, std::min(arguments.rows, kMostBlocks));
-  const LaunchShape shape{unsigned(blocks), cache::kAppendThreads, 0};
+  const LaunchShape shape = within_margin(blocks, cache::kAppendThreads, 0, num_sms, sm_margin);
   if (!is_in_vectors(arguments.k) || !is_in_vectors(arguments.v)) {
     return launch("the kernel that appends", cache::append_kernel<uint16_t>, arguments, shape, stream);
   }

@@ -8,6 +8,7 @@
 namespace dash_attn {
 
 // `arguments`: units are elements of 16 bits.
-void run_append(const cache::AppendParams& arguments, cudaStream_t stream);
+// On `num_sms` SMs, which are those of the device less the margin.
+void run_append(const cache::AppendParams& arguments, int num_sms, int sm_margin, cudaStream_t stream);
 
 }  // namespace dash_attn

@@ -18,9 +18,9 @@ ColumnSizes sizes_of(const AttentionArguments& a, const Tiling& tiling) {
 }
 
 // The CTAs of a cluster: as many as have work for all warps in the longest sequence, if all clusters together leave
-// room for that. A cluster needs free SMs beside each other, which a caller who reserves SMs for others may not have.
+// room for that. With a margin, a CTA may have an SM of its own, so that a cluster would need two.
 int ctas_of_cluster(const AttentionArguments& a, const Tiling& tiling, int64_t clusters) {
-  constexpr int kCtasOfSm = 2;
+  constexpr int kCtasOfSm = columns::kMostCtasOfCluster;
   if (a.sm_margin > 0) { return 1; }
   const int tiles = std::max(ceil_div(a.seqlen_q, tiling.query), ceil_div(a.seqlen_k, tiling.key));
   int ctas = 1;

@@ -55,7 +55,7 @@ bool short_tiles_pay(const ForwardPlan& plan) {
   constexpr int kEnoughKeys = 2048, kManyTilesOfCta = 3;
   const ForwardArguments& a = plan.call;
   const forward::QueryTileScheduler& s = plan.params.scheduler;
-  const int mean_keys = a.is_pack() ? a.seqlen_k / a.batch : a.seqlen_k;
+  const int mean_keys = a.reads_cache() ? a.pages.capacity() : a.is_pack() ? a.seqlen_k / a.batch : a.seqlen_k;
   return s.tile_positions << s.group_shift == kWarpgroupRows && s.first_is_short && !a.needs_column_kernel() &&
          (a.pages.exists() || (mean_keys >= kEnoughKeys && num_tiles(s) < kManyTilesOfCta * int64_t{a.num_sms}));
 }

@@ -185,6 +185,34 @@ WRONG_VALUES = {
     "no room": ("[64, 3]", "[[0, 1], [2, 3]]", "x, x", "cache_seqlens"),
     "no block to write": ("[32, 3]", "[[0, -1], [2, 3]]", "x, x", "block_table"),
 }
+
+
+@pytest.mark.parametrize("head_dim, layout", [(64, "sliced"), (64, "transposed"), (64, "heads first"), (20, "usual")])
+def test_appending_rows_of_any_layout(head_dim, layout):
+    """Also where 16 bytes at a time cannot be moved, with more rows than the kernel has blocks."""
+    rows, batch = 520, 4
+    shape = (batch, rows, 2, head_dim)
+    if layout == "transposed":
+        new = [randn(batch, rows, head_dim, 2, seed=seed).transpose(2, 3) for seed in (1, 2)]
+    elif layout == "sliced":
+        new = [randn(batch, rows, 2, head_dim + 1, seed=seed)[..., 1:] for seed in (1, 2)]
+    else:
+        new = [randn(*shape, seed=seed) for seed in (1, 2)]
+    caches = [randn(batch, 1000, 2, head_dim, seed=seed) for seed in (3, 4)]
+    if layout == "heads first":
+        caches = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in caches]
+    lengths = torch.tensor([0, 7, 480, 100], dtype=torch.int32, device="cuda")
+    expected = [x.clone() for x in caches]
+    for cache, rows_of_new in zip(expected, new):
+        for i, length in enumerate(lengths.tolist()):
+            cache[i, length : length + rows] = rows_of_new[i]
+    q = randn(batch, 1, 4, head_dim, seed=5)
+    out = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=lengths, causal=True)
+    assert all(map(torch.equal, caches, expected))
+    ends = lengths + rows
+    assert torch.equal(out, flash_attn_with_kvcache(q, *expected, cache_seqlens=ends, causal=True))
+
+
 CALL_WITH_WRONG_VALUES = """
 import dash_attn, torch
 integers = lambda values: torch.tensor(values, dtype=torch.int32, device="cuda")
