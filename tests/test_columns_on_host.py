@@ -108,20 +108,20 @@ def test_words_without_live_tiles_are_passed_over(programs):
     emulation.check(programs["64"], ((3, 0),), **LONG)
 
 
-# Several CTAs of a cluster plan the KV tiles of a sequence, unless the GPU has too few SMs for that.
+# More KV tiles than the plan has warps.
 MANY_KEYS = dict(columns="random", mask="full", per_key=4, heads=2, mask_heads=2)
-OF_CLUSTERS = [dict(seqlen_q=100, seqlen_k=2700, batch=2), dict(pack="100:2700,1:40,0:7,30:1500")]
+MANY_TILES = [dict(seqlen_q=100, seqlen_k=2700, batch=2), dict(pack="100:2700,1:40,0:7,30:1500")]
 
 
-@pytest.mark.parametrize("shape", OF_CLUSTERS, ids=str)
-def test_several_ctas_plan_a_sequence(programs, shape):
-    emulation.check(programs["64"], ((1, 0), (16, 1), (132, 2)), **MANY_KEYS, **shape)
+@pytest.mark.parametrize("shape", MANY_TILES, ids=str)
+def test_warps_plan_several_tiles(programs, shape):
+    emulation.check(programs["64"], ((1, 0), (132, 2)), **MANY_KEYS, **shape)
 
 
 @pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES)
-def test_a_plan_that_does_not_wait_for_its_cluster_is_found(tmp_path, sources):
-    call = MANY_KEYS | OF_CLUSTERS[0]
-    csrc = emulation.source(tmp_path, ("columns/plan.h", "ptx::sync_cluster();", ""))
+def test_a_plan_whose_warps_do_not_wait_is_found(tmp_path, sources):
+    call = MANY_KEYS | MANY_TILES[0]
+    csrc = emulation.source(tmp_path, ("columns/plan.h", "__syncthreads();", ""))
     program = emulation.build(csrc, sources, "64", tmp_path / "run", call)
     with pytest.raises(AssertionError):
         emulation.check(program, ((132, 0),), **call)

@@ -1,6 +1,6 @@
-// Plans a pass under a mask by key columns, on the device. A cluster of CTAs plans one sequence for one head of the
+// Plans a pass under a mask by key columns, on the device. A CTA plans one sequence for one head of the
 // mask. It reads the caller's tensor once: a warp for each KV tile writes the queries that its keys hide, and which
-// query tiles it visits. When the whole cluster has done so, a warp for each query tile writes which KV tiles are live.
+// query tiles it visits. When the whole CTA has done so, a warp for each query tile writes which KV tiles are live.
 // All of this only evaluates contract/columns.h.
 #pragma once
 
@@ -13,7 +13,6 @@ namespace dash_attn::columns {
 
 constexpr int kPlanThreads = 512;
 constexpr int kPlanWarps = kPlanThreads / 32;
-constexpr int kMostCtasOfCluster = 2;  // which fit on one SM, so that a single free SM suffices
 constexpr int kMostBounds = 4;         // of a key
 constexpr int kKeysOfLane = 4;         // at most
 constexpr int kWordsAtOnce = 4;        // whose KV tiles a lane loads together
@@ -37,11 +36,10 @@ struct PlanParams {
   Tiling tiling;
   Window window;
   ColumnArrays arrays;
-  int ctas_of_cluster;
   int* counter;  // set to zero, or null
 };
 
-// What a lane of the cluster shares with the others, and the arrays from the sequence's first entry on.
+// What all lanes share, and the arrays from the sequence's first entry on.
 struct PlannedSequence {
   TileGrid grid;
   const int* bounds;
@@ -196,24 +194,21 @@ __device__ __forceinline__ int count_long_tiles(const PlannedSequence& planned) 
 }
 
 template <Pass kPass>
-__global__ void __launch_bounds__(kPlanThreads, kMostCtasOfCluster)
-    plan_kernel(const __grid_constant__ PlanParams params) {
+__global__ void __launch_bounds__(kPlanThreads, 2) plan_kernel(const __grid_constant__ PlanParams params) {
   ptx::launch_dependents();  // which wait for this kernel's end
   if (params.counter && blockIdx.x == 0 && threadIdx.x == 0) { *params.counter = 0; }
-  const int ctas = params.ctas_of_cluster, clusters = int(gridDim.x) / ctas, warps = ctas * kPlanWarps;
-  const int warp = int(blockIdx.x) % ctas * kPlanWarps + int(threadIdx.x) / 32;
-  for (int place = int(blockIdx.x) / ctas; place < params.batch * params.mask_heads; place += clusters) {
+  const int warp = int(threadIdx.x) / 32;
+  for (int place = blockIdx.x; place < params.batch * params.mask_heads; place += int(gridDim.x)) {
     const int sequence = place / params.mask_heads;
     const PlannedSequence planned(params, sequence, place - sequence * params.mask_heads);
-    for (int tile = warp; tile < planned.grid.kv_tiles(); tile += warps) {
+    for (int tile = warp; tile < planned.grid.kv_tiles(); tile += kPlanWarps) {
       plan_kv_tile<kPass>(params, planned, tile);
     }
-    __syncwarp();  // all lanes arrive at the barrier of the cluster together
-    ptx::sync_cluster();
-    for (int tile = warp; tile < planned.grid.query_tiles(); tile += warps) {
+    __syncthreads();
+    for (int tile = warp; tile < planned.grid.query_tiles(); tile += kPlanWarps) {
       plan_query_tile<kPass>(planned, int(params.arrays.sizes.words_of_tile), tile);
     }
-    if (kPass == Pass::kBackward && params.mask_heads == 1 && warp == warps - 1) {
+    if (kPass == Pass::kBackward && params.mask_heads == 1 && warp == kPlanWarps - 1) {
       const int long_tiles = count_long_tiles(planned);
       if (threadIdx.x % 32 == 0 && planned.grid.kv_tiles() > 0) { planned.kv_tiles[0].long_tiles = long_tiles; }
     }

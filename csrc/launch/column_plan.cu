@@ -17,20 +17,6 @@ ColumnSizes sizes_of(const AttentionArguments& a, const Tiling& tiling) {
   return column_sizes(a.batch, all_rows(a, a.seqlen_q), all_rows(a, a.seqlen_k), a.seqlen_k, tiling);
 }
 
-// The CTAs of a cluster: as many as have work for all warps in the longest sequence, if all clusters together leave
-// room for that. With a margin, a CTA may have an SM of its own, so that a cluster would need two.
-int ctas_of_cluster(const AttentionArguments& a, const Tiling& tiling, int64_t clusters) {
-  constexpr int kCtasOfSm = columns::kMostCtasOfCluster;
-  if (a.sm_margin > 0) { return 1; }
-  const int tiles = std::max(ceil_div(a.seqlen_q, tiling.query), ceil_div(a.seqlen_k, tiling.key));
-  int ctas = 1;
-  while (ctas < columns::kMostCtasOfCluster && ctas * columns::kPlanWarps < tiles &&
-         2 * ctas * clusters <= int64_t{kCtasOfSm} * a.num_sms) {
-    ctas *= 2;
-  }
-  return ctas;
-}
-
 // `mask`: the mask that the pass's kernel sees.
 template <Pass kPass>
 void launch_plan(const AttentionArguments& a, const MaskRule& mask, const Tiling& tiling, const ColumnArrays& arrays,
@@ -50,11 +36,9 @@ void launch_plan(const AttentionArguments& a, const MaskRule& mask, const Tiling
   params.window = mask.window;
   params.arrays = arrays;
   params.counter = counter;
-  const int64_t clusters = int64_t{a.batch} * params.mask_heads;
-  params.ctas_of_cluster = ctas_of_cluster(a, tiling, clusters);
+  const int64_t ctas = int64_t{a.batch} * params.mask_heads;
   launch("the plan of a mask", columns::plan_kernel<kPass>, params,
-         within_margin(clusters * params.ctas_of_cluster, columns::kPlanThreads, 0, a.num_sms, a.sm_margin), stream,
-         {in_clusters(params.ctas_of_cluster)});
+         within_margin(ctas, columns::kPlanThreads, 0, a.num_sms, a.sm_margin), stream);
 }
 
 }  // namespace

@@ -11,9 +11,12 @@ namespace dash_attn {
 
 template <typename Variant>
 void launch_compiled(const backward::KernelParams& params, int ctas, bool starts_early, cudaStream_t stream) {
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {Variant::kClusterSize, 1, 1};
   launch("the backward kernel", backward::backward_kernel<Variant>, params,
          {unsigned(ctas), Variant::kThreads, sizeof(backward::SharedStorage<Variant>)}, stream,
-         {starts_before_previous_ends(starts_early), in_clusters(Variant::kClusterSize)});
+         {starts_before_previous_ends(starts_early), cluster});
 }
 
 template <typename Variant>

@@ -29,13 +29,6 @@ inline cudaLaunchAttribute starts_before_previous_ends(bool allowed) {
   return attribute;
 }
 
-inline cudaLaunchAttribute in_clusters(int ctas) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {unsigned(ctas), 1, 1};
-  return attribute;
-}
-
 // The smallest dynamic shared memory that limits occupancy to one block an SM.
 constexpr int kAloneOnSm = kSharedMemoryLimit / 2 + 1024;
 

@@ -101,19 +101,14 @@ class Machine {
 
   explicit Machine(unsigned seed) : random_(seed), is_lazy_(seed % 2) {}
 
-  // Every CTA of a grid, `together` at a time or a cluster, in the order of their numbers.
+  // Every CTA of a grid, `together` at a time, in the order of their numbers.
   template <typename Kernel, typename Params>
-  void launch(Kernel kernel, const Params& params, unsigned blocks, int threads, unsigned together = 1,
-              unsigned cluster = 1) {
+  void launch(Kernel kernel, const Params& params, unsigned blocks, int threads, unsigned together = 1) {
     running_ = this;
-    cluster_ = cluster;
-    if (cluster > 1) { together = cluster; }
     body_ = [&] { kernel(params); };
     blocks_of_grid = blocks;
     for (unsigned next = 0; next < blocks || !blocks_.empty();) {
-      while (next < blocks && blocks_.size() < together && (next % cluster != 0 || blocks_.empty() || cluster == 1)) {
-        blocks_.push_back(make_block(next++, threads));
-      }
+      while (next < blocks && blocks_.size() < together) { blocks_.push_back(make_block(next++, threads)); }
       run_blocks();
     }
     barriers_.clear();
@@ -128,9 +123,6 @@ class Machine {
     self.ready = ready;
     switch_stacks(&self.place, scheduler_);
   }
-
-  // Clusters run one at a time.
-  void sync_cluster() { meet(of_cluster_, int(cluster_) * threads(), "the cluster"); }
 
   void meet(Meeting& meeting, int threads, const char* what) {
     if (++meeting.here < threads) {
@@ -353,8 +345,6 @@ class Machine {
   std::function<void()> body_;
   std::vector<std::unique_ptr<Block>> blocks_;  // that are running
   Block* block_ = nullptr;                      // whose thread's turn it is
-  unsigned cluster_ = 1;                        // CTAs of one
-  Meeting of_cluster_;
   std::vector<std::unique_ptr<char[]>> stacks_;
   std::unordered_map<const void*, Barrier> barriers_;
   std::unordered_map<uint64_t, std::vector<float>> read_;

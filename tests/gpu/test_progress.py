@@ -114,7 +114,7 @@ def test_masks_by_key_columns_while_sms_are_held(causal, bounds, head_dim, held,
 
 
 def test_the_plan_of_a_long_sequence_needs_one_sm(holder, device, num_sms):
-    """Clusters of CTAs plan it."""
+    """A plan of clusters, even of two CTAs, did not start."""
     problem = Problem(1, 4096, 4096, 16, 8, 128, True, column_bounds=1)
     backward = TimedBackward(support.random_inputs(problem, device), problem, "descending")
     backward.check_held(holder, num_sms - 1, num_sms, backward.time_alone_ms())

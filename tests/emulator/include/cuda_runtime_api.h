@@ -12,7 +12,7 @@ inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStre
   return cudaSuccess;
 }
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeNone, cudaLaunchAttributeClusterDimension };
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {

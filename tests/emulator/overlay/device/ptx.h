@@ -177,9 +177,8 @@ void give_registers() {}
 template <int>
 void take_registers() {}
 
-inline void sync_cluster() { emulator::machine->sync_cluster(); }
-
-// Of clusters that exchange more, which there are none of.
+// Of clusters, which there are none of.
+void sync_cluster();
 int cta_rank();
 uint32_t map_shared(const void* shared, uint32_t cta_rank);
 void store_async(uint32_t remote_address, int value, uint32_t remote_barrier);

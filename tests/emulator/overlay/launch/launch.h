@@ -18,24 +18,16 @@ struct LaunchShape {
 
 inline cudaLaunchAttribute starts_before_previous_ends(bool) { return {}; }
 
-inline cudaLaunchAttribute in_clusters(int ctas) {
-  return {cudaLaunchAttributeClusterDimension, {{unsigned(ctas), 1, 1}}};
-}
-
 inline LaunchShape within_margin(int64_t blocks, int threads, int shared_bytes, int, int) {
   return {unsigned(blocks), threads, shared_bytes};
 }
 
 template <typename Params>
 void launch(const char*, void (*kernel)(Params), const Params& params, const LaunchShape& shape, cudaStream_t,
-            std::initializer_list<cudaLaunchAttribute> attributes = {}) {
+            std::initializer_list<cudaLaunchAttribute> = {}) {
   constexpr unsigned kTogether = 4;
   const bool is_alone = shape.shared_bytes > kSharedMemoryLimit / 2;
-  unsigned cluster = 1;
-  for (const cudaLaunchAttribute& attribute : attributes) {
-    if (attribute.id == cudaLaunchAttributeClusterDimension) { cluster = attribute.val.clusterDim.x; }
-  }
-  emulator::machine->launch(kernel, params, shape.blocks, shape.threads, is_alone ? kTogether : 1, cluster);
+  emulator::machine->launch(kernel, params, shape.blocks, shape.threads, is_alone ? kTogether : 1);
 }
 
 }  // namespace dash_attn
