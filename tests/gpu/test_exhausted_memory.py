@@ -24,12 +24,6 @@ def limit_memory() -> Iterator[Callable[[int], None]]:
     torch.cuda.empty_cache()
 
 
-def raises_out_of_memory():
-    return pytest.raises(
-        torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried to allocate a workspace of \d+ bytes"
-    )
-
-
 def test_backward(device, limit_memory):
     """Its thread is autograd's, where an error that is not caught ends the process."""
     generator = torch.Generator(device).manual_seed(0)
