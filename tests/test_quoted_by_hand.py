@@ -140,12 +140,12 @@ def test_the_speed_of_column_masks():
 
 
 def test_decoding():
-    rows = rows_of("21d1dab_decoding")
+    rows = rows_of("e6a9590_decoding")
     for row in rows:
         speed = row["tb_per_s"]
         cells = [f"{row['batch']} x {row['seqlen']}", f"{row['heads']}/{row['kv_heads']}", row["head_dim"]]
         cells += [row["new_tokens"], f"{speed['plain']:.2f}"]
-        cells += [f"{speed[page] / speed['plain']:.2f}" for page in ("16", "64", "256")]
+        cells += [f"{speed[page] / speed['plain']:.2f}" for page in ("16", "64")]
         assert f"| {' | '.join(map(str, cells))} |" in PAGE
     for row in rows_of("d45d1ce-dirty_short_tiles"):
         cells = [f"{row['batch']} x {row['seqlen']}", f"{row['heads']}/{row['kv_heads']}", row["head_dim"]]
