@@ -194,7 +194,7 @@ __device__ __forceinline__ int count_long_tiles(const PlannedSequence& planned) 
 }
 
 template <Pass kPass>
-__global__ void __launch_bounds__(kPlanThreads, 2) plan_kernel(const __grid_constant__ PlanParams params) {
+__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams params) {
   ptx::launch_dependents();  // which wait for this kernel's end
   if (params.counter && blockIdx.x == 0 && threadIdx.x == 0) { *params.counter = 0; }
   const int warp = int(threadIdx.x) / 32;
