@@ -52,6 +52,14 @@ def test_opcheck_of_the_forward(cache):
     )
 
 
+def test_the_ops_have_no_derivative():
+    tensors = bf16(4, 5, 2, 32).requires_grad_(), bf16(4, 5, 2, 32), bf16(4, 2, 32), bf16(4, 2, 32)
+    before = tensors[0].detach().clone()
+    with pytest.raises(NotImplementedError, match=r"^dash_attn::append has no derivative: call it under torch.no_grad"):
+        torch.ops.dash_attn.append.default(*tensors, int32(3, 1), None, None, 0)
+    assert torch.equal(tensors[0], before)
+
+
 class Ops(TorchDispatchMode):
     def __init__(self):
         super().__init__()

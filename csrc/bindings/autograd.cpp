@@ -140,6 +140,19 @@ void check_no_tangent(const Tensor& tensor) {
                               "torch.func.grad, vjp or jacrev");
 }
 
+// The autograd kernel of operators of a cache. torch's own fallback would say neither that it is attention that has no
+// derivative in forward mode nor what to use.
+void without_derivative(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  for (const at::IValue& value : torch::jit::last(*stack, op.schema().arguments().size())) {
+    if (!value.isTensor() || !value.toTensor().defined()) { continue; }
+    check_no_tangent(value.toTensor());
+    TORCH_CHECK_NOT_IMPLEMENTED(!(at::GradMode::is_enabled() && value.toTensor().requires_grad()), op.schema().name(),
+                                " has no derivative: call it under torch.no_grad()");
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
 // Attention of what the caller gave, once that is known to be right.
 template <class Result>
 Result attention(variable_list packed, PackTensors pack, std::optional<SymInt> num_heads_q,
@@ -344,8 +357,8 @@ TORCH_LIBRARY_IMPL(dash_attn, Meta, library) {
 
 // Differentiating through these raises: what has a derivative is what follows.
 TORCH_LIBRARY_IMPL(dash_attn, Autograd, library) {
-  library.impl("forward_of_cache", torch::autograd::autogradNotImplementedFallback());
-  library.impl("append", torch::autograd::autogradNotImplementedFallback());
+  library.impl("forward_of_cache", torch::CppFunction::makeFromBoxedFunction<&dash_attn::without_derivative>());
+  library.impl("append", torch::CppFunction::makeFromBoxedFunction<&dash_attn::without_derivative>());
   library.impl("forward", torch::autograd::autogradNotImplementedFallback());
   library.impl("forward_and_max_logits", torch::autograd::autogradNotImplementedFallback());
   library.impl("backward", torch::autograd::autogradNotImplementedFallback());
