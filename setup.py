@@ -153,6 +153,7 @@ class BuildExtension(cpp_extension.BuildExtension):
         # A folder each: torch writes one build.ninja to it.
         command = copy.copy(self)
         command.build_temp = os.path.join(self.build_temp, extension.name)
+        extension.extra_objects += toolchain.shared_libstdcxx(os.environ.get("CXX", "c++"))
         super(BuildExtension, command).build_extension(extension)
 
 

@@ -201,9 +201,10 @@ def of_kernels(quoted: Quoted) -> str:
         )
     ordered, other, of_forward = *(compare.mean(backward, mode) for mode in (True, False)), compare.mean(forward, True)
     apart = [compare.mean(quoted.against_peers("backward"), mode, "fa4") for mode in (True, False)]
+    most = "faster" if len(names[False]) == 2 else "fastest"
     return prose(
         f"""- **Kernels.** The backward has {ordered.ratio:.2f} times the throughput of {listed(names[True])} in
-        deterministic mode, and {other.ratio:.2f} times that of the fastest of {listed(names[False])} without
+        deterministic mode, and {other.ratio:.2f} times that of the {most} of {listed(names[False])} without
         determinism. The forward has {of_forward.ratio:.2f} times that of the fastest of these baselines. The figures
         are geometric means over {ordered.shapes} shapes in bf16, from one run on one {quoted.meta["gpu"].split()[1]};
         the minima are {ordered.least:.2f}, {other.least:.2f} and {of_forward.least:.2f}. Compared with
@@ -222,7 +223,7 @@ def picture(quoted: Quoted) -> str:
     path = quoted.path.with_suffix(".png").relative_to(ROOT)
     shown = f"![Throughput of the backward]({path})"
     said = f"""Throughput of the backward in TFLOP/s by sequence length, on one {quoted.meta["gpu"].split()[1]}, commit
-        {quoted.meta["commit"][:12]}: dash_attn beside the baselines of the same run."""
+        {quoted.meta["commit"][:12]}: dash_attn and the baselines of the same run."""
     return f"\n{shown}\n\n{prose(said)}\n\n"
 
 

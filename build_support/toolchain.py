@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -132,7 +133,7 @@ def stub_library(name: str, folder: Path, compiler: str) -> Path:
     if not stub.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         flags = ["-shared", "-x", "c", os.devnull, f"-Wl,-soname,{name}", "-o", str(stub)]
-        subprocess.run([compiler, *flags], check=True)
+        subprocess.run([*shlex.split(compiler), *flags], check=True)
     return stub
 
 
@@ -144,6 +145,18 @@ def torch_cuda_library_dir(torch_lib: Path, work: Path, compiler: str) -> Path:
     if (torch_lib / "libtorch_cuda.so").is_file():
         return torch_lib
     return stub_library("libtorch_cuda.so", work, compiler).parent
+
+
+def shared_libstdcxx(compiler: str) -> list[str]:
+    """What to link with so that an extension shares the libstdc++ of torch.
+
+    Some Pythons link with -static-libstdc++, and some machines have the static library alone to link with. Streams of a
+    second libstdc++ in the process crash when they write a number, such as that of an error message.
+    """
+    name = "libstdc++.so.6"
+    command = [*shlex.split(compiler), f"-print-file-name={name}"]
+    found = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return [found] if found not in ("", name) else []
 
 
 def default_jobs() -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import checks, dtensors
-from .packs import multiples, rows_of_sequences
+from .packs import rows_of_sequences
 
 if TYPE_CHECKING:
     from .kvcache import Cache, NewKeys
@@ -64,15 +64,16 @@ def checked(
         cache = _with_own_table(cache)
         _check_values(q, cache, new, cu_seqlens_q, batch, has_mask=has_mask)
         return batch, cache
-    _check_indices_on_device(cache, new)
-    cache = _with_own_table(cache)
-    _check_table_on_device(cache, new)
-    return batch, cache
+    # A negative index would wrap around. torch and the ops report all other values out of range.
+    if new.rotary_seqlens is not None and new.rotary_cos is not None:
+        check_not_negative("rotary_seqlens", new.rotary_seqlens)
+    return batch, _with_own_table(cache)
 
 
 def _with_own_table(cache: Cache) -> Cache:
     if cache.table is None or cache.batch_idx is None:
         return cache
+    check_not_negative("cache_batch_idx", cache.batch_idx)
     return cache._replace(table=cache.table.index_select(0, cache.batch_idx), batch_idx=None)
 
 
@@ -216,7 +217,8 @@ def _check_values(
     """Checks values on a CPU. On a GPU, wrong values are errors on the device."""
     name = cache.names[2]
     counts = _counts(new, batch)
-    takes_none = [-count if cache.table is not None and new.k is not None else None for count in counts]
+    has_table = cache.table is not None or cache.batch_idx is not None
+    takes_none = [-count if has_table and new.k is not None else None for count in counts]
     if not isinstance(cache.seqlens, Tensor):
         seqlens = [cache.capacity() if cache.seqlens is None else cache.seqlens] * batch
     else:
@@ -270,35 +272,8 @@ def _check_batch_idx(cache: Cache, new: NewKeys) -> None:
         raise ValueError(f"cache_batch_idx must have distinct values with k, got {indices}")
 
 
-def _check_indices_on_device(cache: Cache, new: NewKeys) -> None:
-    """Rejects negative indices, which would wrap around. torch and the op report all other indices out of range."""
-    if cache.batch_idx is not None:
-        _check_not_negative("cache_batch_idx", cache.batch_idx)
-    if new.rotary_seqlens is not None and new.rotary_cos is not None:
-        _check_not_negative("rotary_seqlens", new.rotary_seqlens)
-    if new.cu_seqlens is not None and new.k is not None:
-        bounds = torch.stack((new.cu_seqlens[0], new.k.shape[0] - new.cu_seqlens[-1]))
-        checks.check_values(
-            (torch.cat((bounds, new.cu_seqlens.diff())) >= 0).all(),
-            "cu_seqlens_k_new must hold non-decreasing offsets from 0 to the rows of k",
-        )
-
-
-def _check_table_on_device(cache: Cache, new: NewKeys) -> None:
-    if cache.table is None:
-        return
-    ends = cache.capacity() if cache.seqlens is None else cache.seqlens
-    if new.k is not None:
-        ends = ends + (new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff())
-    # Few operations, because decoding waits for each of them.
-    starts = multiples(cache.k.shape[1], cache.table.shape[1], cache.table.device, torch.int64)
-    is_unused = starts >= (ends[:, None] if isinstance(ends, Tensor) else ends)
-    _check_not_negative(cache.table_name, cache.table, is_unused)
-
-
-def _check_not_negative(name: str, x: Tensor, is_unused: Tensor | None = None) -> None:
-    is_allowed = x >= 0 if is_unused is None else is_unused | (x >= 0)
-    checks.check_values(is_allowed.all(), f"{name} must be at least 0 wherever it is used, got a negative value")
+def check_not_negative(name: str, x: Tensor) -> None:
+    checks.check_values((x >= 0).all(), f"{name} must be at least 0 wherever it is used, got a negative value")
 
 
 def _check_range(name: str, values: list[int], largest: int) -> None:

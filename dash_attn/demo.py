@@ -1,9 +1,9 @@
 """Shows what deterministic attention is for: `python -m dash_attn.demo`, which `make demo` runs.
 
-A small transformer is trained twice with dash_attn, and twice without. On a Hopper GPU the latter two runs use
-PyTorch's flash attention, whose gradients depend on the order in which its sums arrive. Elsewhere PyTorch's attention
-repeats as well, so the demo flips one bit of one gradient in the second run instead, as faulty hardware would. Receipts
-then tell where two runs part. The demo draws the losses and the receipts of the runs that part.
+A small transformer is trained twice with dash_attn, and twice without. On a Hopper GPU the runs without dash_attn use
+PyTorch's flash attention, whose gradients depend on the order in which partial sums arrive. Elsewhere PyTorch's
+attention repeats as well, so the demo flips one bit of one gradient in the second run instead, as faulty hardware
+might. Receipts then show where two runs diverge. The demo draws the losses and the receipts of the runs that diverge.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def train_pair(
 
 
 def report(pair: Pair) -> receipts.Difference | None:
-    """Prints where the losses and the receipts of a pair part, and returns the latter."""
+    """Prints where the losses and the receipts of a pair diverge, and returns the first difference."""
     one, other = pair.losses
     parts = torch.nonzero(one != other).flatten().tolist()
     print(f"losses:   {f'differ from step {parts[0]} on' if parts else f'the same bits in all {len(one)} steps'}")

@@ -339,7 +339,7 @@ def _text(facts: dict[str, Any]) -> str:
     lines.append(f"  {'the names in other processes':<36}{f'no: {why}' if why else f'by {aliases.ENVIRONMENT}'}")
     by = "the kernels" if check["device"] == "cuda" else "the CPU reference"
     result = "passed" if check["passed"] else "FAILED"
-    lines.append(f"self-check of {by}: {result} ({check['cases']} calls, {check['seconds']} s)")
+    lines.append(f"self-check of {by}: {result} ({check['cases']} cases, {check['seconds']} s)")
     lines += [f"  {error}" for error in check["errors"]]
     return "\n".join(lines)
 

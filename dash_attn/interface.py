@@ -103,16 +103,17 @@ def flash_attn_func(
             less than 144, which no Hopper GPU exceeds. It changes no bits. torch's own kernels, which pad, copy or
             negate if a call needs it, ignore it.
         schedule: the order of sums in the backward: "auto" (the same as "descending" at every shape) or a name in
-            `dash_attn.schedule.POLICIES`. Each has its own last bits. All but one add the parts of dq in fp32 in an
-            order of their own, and a part waits for those before it. "order_free" rounds the parts to multiples of a
-            unit that follows from the inputs, and adds integers, which need no order. That moves a row of dq which
-            attends about evenly to runs of 16 or more keys by at most 1e-4 of its norm; other rows may move by more.
-            Heads whose inputs leave no room for this are added in order (docs/order_free.md has the guarantees).
-            "order_free" supports plain scores without dropout up to head dim 128. "auto" has the smaller errors.
-        dropout_bits: what to drop, from `dash_attn.dropout.dropout_bits` for dropout_p, this batch, these query heads
-            and these lengths (in a variable-length batch at least those of the longest sequence). The backward keeps
-            them, unless they were made with keep_bits=False. Then, and without dropout_bits, it makes them again from
-            the state. Default: none.
+            `dash_attn.schedule.POLICIES`. The gradients of two schedules differ in their last bits. All schedules but
+            one add the parts of dq in fp32 in a fixed order, in which each part waits for the parts before it.
+            "order_free" rounds the parts to multiples of a unit that follows from the inputs, and adds integers, which
+            need no order. If a query attends about evenly to runs of 16 or more keys, this changes its row of dq by at
+            most 1e-4 of the row's norm; other rows may change by more. Heads whose inputs leave no room for this are
+            added in order (docs/order_free.md has the guarantees). "order_free" supports plain scores without dropout
+            up to head dim 128. "auto" has smaller errors.
+        dropout_bits: the bits that say what to drop, which `dash_attn.dropout.dropout_bits` generates for dropout_p,
+            this batch, these query heads and these lengths (in a variable-length batch at least the lengths of the
+            longest sequence). The call keeps them for the backward, unless they were generated with keep_bits=False. In
+            that case, and without dropout_bits, the backward generates them again from the state. Default: none.
         startend_row_indices: int32 (batch, 1 or kv_heads, seqlen_k, n), on q's device: FlashMask's masks by key
             columns, which `dash_attn.masks` makes. Each key has n bounds of intervals of query rows that do not see the
             key, in addition to what the arguments above hide. With causal, n is 1 (rows >= s0) or 2 (s0 <= row < s1).
@@ -134,8 +135,8 @@ def flash_attn_func(
         sequence: on a GPU the call waits to read them and cannot be captured in a graph; on a meta device it is (0,).
         With return_max_logits (out, max_logits), or (out, softmax_lse, empty, max_logits): max_logits is fp32 (batch,
         heads), the largest S_ij of the head over all queries i of the sequence and the keys j that i sees. Sinks and
-        dropout do not enter. It is -inf if no query sees a key, and NaN if an S_ij is NaN or +inf. It has no gradient,
-        and its bits depend only on the head's inputs in that sequence.
+        dropout do not affect it. It is -inf if no query sees a key, and NaN if an S_ij is NaN or +inf. It has no
+        gradient, and its bits depend only on the head's inputs in that sequence.
 
     Raises:
         NotImplementedError: an argument is not supported, or softcap and alibi_slopes are both given.
@@ -276,9 +277,9 @@ def flash_attn_varlen_func(
     """`flash_attn_func` of each sequence of a variable-length batch.
 
     Sequence b has the queries in rows cu_seqlens_q[b], ..., cu_seqlens_q[b + 1] - 1 of q, and its keys and values in
-    rows of k and v in the same way. Masks are those of its own lengths. Sequences may be empty. Rows of no sequence,
-    past the last offset or between the end of `seqused` and the next offset, may hold anything. They reach no sequence,
-    and have output 0, log-sum-exp +inf and gradients 0, with sinks too.
+    rows of k and v in the same way. The mask of a sequence follows from its own lengths. Sequences may be empty. Rows
+    that belong to no sequence (past the last offset, or between the end of `seqused` and the next offset) may contain
+    any values. They affect no sequence, and have output 0, log-sum-exp +inf and gradients 0, even with sinks.
 
     Args:
         q: (total_q, heads, head_dim), bf16 or fp16, as in `flash_attn_func`.
@@ -289,8 +290,9 @@ def flash_attn_varlen_func(
             and cause a device-side error on a GPU, like an index out of bounds.
         max_seqlen_q, max_seqlen_k: an int, or an integer tensor of shape (), which is not read. FlashAttention's hints
             for the longest sequence; they change nothing. With dropout_p above 0 and no dropout_bits they must be at
-            least the longest length, because random bits are made for so many rows. A tensor is then read, and the call
-            waits for its GPU. A longer sequence raises ValueError on a CPU, and causes a device-side error on a GPU.
+            least the longest length, because random bits are generated for that many rows. A tensor is then read, and
+            the call waits for its GPU. A longer sequence raises ValueError on a CPU, and causes a device-side error on
+            a GPU.
         block_table: int32 (batch, max_blocks) on q's device: k and v are pages, (num_blocks, block_size, kv_heads,
             head_dim or value_head_dim), and a sequence has its keys in the blocks of its row, in order. `cu_seqlens_k`
             then only gives the number of keys of each sequence, and `seqused_k` overrides it. Pages are read or

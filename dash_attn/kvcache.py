@@ -70,10 +70,10 @@ def flash_attn_with_kvcache(
             cache_seqlens if there is neither causal nor a window_size. rotary_dim is a multiple of 16 up to head_dim.
         rotary_sin: like rotary_cos.
         cache_seqlens: an int, or int32 (batch,) on q's device: the number of keys in the cache before this call.
-            Required with k. Default: the whole capacity. With k and block_table the value may be minus seqlen_new for a
-            sequence that has no keys and receives none, such as padding of the batch; its block_table may hold -1.
-            Values out of range raise a ValueError on a CPU and a device-side error on a GPU, like an index out of
-            bounds.
+            Required with k. Default: the whole capacity. With k and block_table or cache_batch_idx the value may be
+            minus seqlen_new for a sequence that has no keys and receives none, such as padding of the batch; its
+            block_table may hold -1, but its cache_batch_idx must be valid. Values out of range, here and in the tables
+            below, raise a ValueError on a CPU and a device-side error on a GPU, like an index out of bounds.
         rotary_interleaved: whether dimensions 0 and 1, 2 and 3, ... are rotated together; otherwise d and
             d + rotary_dim / 2.
         cache_batch_idx: int32 (batch,) on q's device: the sequence of the cache, or the row of block_table, for each
@@ -180,7 +180,6 @@ def attend(
     seqlens = _seqlens(cache, batch, q.device)
     if new.k is not None and new.v is not None:
         _check_op(q, cache, seqlens, cu_seqlens_q, seqused_q, arguments)
-        rows = _rows_of_batch(new.k, new.cu_seqlens, batch)
         new_k, new_v = (x if new.cu_seqlens is not None else x.flatten(0, 1) for x in (new.k, new.v))
         if new.rotary_cos is not None and new.rotary_sin is not None:
             start = (seqlens if new.rotary_seqlens is None else new.rotary_seqlens).long()
@@ -188,31 +187,28 @@ def attend(
                 rotary.rotate, cos=new.rotary_cos, sin=new.rotary_sin,
                 interleaved=checks.as_flag("rotary_interleaved", new.rotary_interleaved),
             )  # fmt: skip
-            new_k = turn(new_k, rows.places(start))
+            new_k = turn(new_k, _rows_of_batch(new.k, new.cu_seqlens, batch).places(start))
             of_queries = _rows_of_batch(q, cu_seqlens_q, batch)
             positions = of_queries.places(start, step=int(has_mask))
             q = turn(q, positions if cu_seqlens_q is not None else positions.view(q.shape[:2]))
-        _append(cache, new_k, new_v, seqlens, rows)
-        is_allowed = seqlens >= 0
-        if cache.table is not None:
-            is_allowed |= seqlens == -rows.counts
-        # Other negative numbers stay negative, and the op reports them.
-        seqlens = torch.where(is_allowed, seqlens + rows.counts, seqlens)
-    packed_q, seqlen_q = q, q.shape[1]
-    if cu_seqlens_q is None:
-        packed_q = q.flatten(0, 1)
-        cu_seqlens_q = multiples(seqlen_q, batch + 1, q.device)
+        seqlens = torch.ops.dash_attn.append.default(
+            cache.k, cache.v, new_k, new_v, seqlens, new.cu_seqlens, _table(cache), arguments["sm_margin"]
+        )
+    seqlen_q = q.shape[1]
+    packed_q = q.flatten(0, 1) if cu_seqlens_q is None else q
     arguments |= {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q}
-    pages = _pages(cache, batch)
-    if pages is not None:
+    in_place = _in_place(cache, batch)
+    if in_place is not None:
         del arguments["schedule"]
         arguments["softmax_scale"] = q.shape[-1] ** -0.5 if scale is None else scale
         if arguments["sinks"] is not None:
             arguments["sinks"] = arguments["sinks"].float()
-        out, softmax_lse = torch.ops.dash_attn.forward_of_pages.default(
-            packed_q, **pages._asdict(), seqused_k=seqlens, **arguments
+        out, softmax_lse = torch.ops.dash_attn.forward_of_cache.default(
+            packed_q, **in_place._asdict(), seqused_k=seqlens, **arguments
         )
     else:
+        if cu_seqlens_q is None:
+            arguments["cu_seqlens_q"] = multiples(seqlen_q, batch + 1, q.device)
         k, v, cu_seqlens_k = _rows(*_contents(cache, seqlens), batch)
         if cache.leftpad is not None:
             cu_seqlens_k = torch.cat((cu_seqlens_k[:-1] + cache.leftpad, cu_seqlens_k[-1:]))
@@ -324,8 +320,7 @@ def _seqlens(cache: Cache, batch: int, device: torch.device) -> Tensor:
 
 
 class _RowsOfBatch(NamedTuple):
-    """The rows of queries or of new keys, of a dense or variable-length batch, as the sequences of the batch use
-    them."""
+    """The rows of queries or of new keys, of a dense or variable-length batch, and the sequences of the batch."""
 
     sequence: Tensor
     """int64 (rows,): the sequence of each row; a valid one even for rows outside of all sequences."""
@@ -333,8 +328,6 @@ class _RowsOfBatch(NamedTuple):
     """int64 (rows,): the position of each row within its sequence."""
     is_of_one: Tensor | None
     """bool (rows,): whether the row belongs to a sequence; None if all rows do."""
-    counts: Tensor
-    """int32 (batch,): the number of rows of each sequence."""
 
     def places(self, starts: Tensor, step: int = 1) -> Tensor:
         """Returns the sequence's start + step * offset for every row, 0 outside of sequences. starts: int64
@@ -348,82 +341,53 @@ def _rows_of_batch(x: Tensor, cu_seqlens: Tensor | None, batch: int) -> _RowsOfB
         seqlen = x.shape[1]
         sequence = torch.arange(batch, device=x.device)[:, None].expand(batch, seqlen).flatten()
         offset = torch.arange(seqlen, device=x.device).expand(batch, seqlen).flatten()
-        return _RowsOfBatch(sequence, offset, None, torch.full((batch,), seqlen, dtype=torch.int32, device=x.device))
+        return _RowsOfBatch(sequence, offset, None)
     total = x.shape[0]
     sequence = sequence_of_rows(cu_seqlens, total)
     offset = torch.arange(total, device=x.device) - cu_seqlens[sequence]
     is_of_one = (sequence < batch) & (offset >= 0)
-    return _RowsOfBatch(sequence.clamp(max=max(batch - 1, 0)), offset, is_of_one, cu_seqlens.diff())
-
-
-def _append(cache: Cache, k: Tensor, v: Tensor, seqlens: Tensor, rows: _RowsOfBatch) -> None:
-    """Writes rows of new keys and values, (rows, kv_heads, head_dim), after the keys that the cache already holds.
-
-    Rows of no sequence, or of a sequence that receives none, repeat the write of another row, which changes nothing. If
-    no row has a destination, they rewrite the existing content.
-    """
-    if k.shape[0] == 0 or seqlens.shape[0] == 0:
-        return
-    places = rows.places(seqlens.long())
-    sequence = rows.sequence
-    if cache.table is None and rows.is_of_one is None:
-        own = sequence if cache.batch_idx is None else cache.batch_idx.long()[sequence]
-        cache.k.index_put_((own, places), k)
-        cache.v.index_put_((own, places), v)
-        return
-    goes = seqlens[sequence] >= 0
-    if rows.is_of_one is not None:
-        goes &= rows.is_of_one
-    writer = torch.where(goes, torch.arange(k.shape[0], device=k.device), goes.int().argmax())
-    goes, sequence, places = goes[writer], sequence[writer], places[writer]
-    index: tuple[Tensor, Tensor]
-    if cache.table is not None:
-        block_size = cache.k.shape[1]
-        blocks, places = torch.where(goes, places, 0) // block_size, torch.where(goes, places % block_size, 0)
-        index = torch.where(goes, cache.table[sequence, blocks], 0).long(), places
-    else:
-        own = sequence if cache.batch_idx is None else cache.batch_idx.long()[sequence]
-        index = torch.where(goes, own, 0), torch.where(goes, places, 0)
-    for written, x in ((cache.k, k), (cache.v, v)):
-        written.index_put_(index, torch.where(goes[:, None, None], x[writer], written[index]))
+    return _RowsOfBatch(sequence.clamp(max=max(batch - 1, 0)), offset, is_of_one)
 
 
 _BOX_ROWS = 16
 """Rows of a page that the kernels read at a time (PageTable in csrc/placement/sequences.h)."""
 
 
-class _Pages(NamedTuple):
-    """Arguments of `dash_attn::forward_of_pages`."""
+class _InPlace(NamedTuple):
+    """Arguments of `dash_attn::forward_of_cache`."""
 
     k: Tensor
     v: Tensor
-    block_table: Tensor
+    block_table: Tensor | None
     page_rows: int
     page_distance: int
 
 
-def _pages(cache: Cache, batch: int) -> _Pages | None:
-    """The cache as the kernels read it where it lies, or None where a copy or nothing at all has to be made of it.
+def _table(cache: Cache) -> Tensor | None:
+    """The pages of each sequence; None where sequence i of the batch has page i.
 
     Sequences that `cache_batch_idx` picks from a plain cache are pages too, one of each sequence.
     """
-    k, v, table = cache.k, cache.v, cache.table
-    if cache.leftpad is not None or k.numel() == 0 or v.numel() == 0 or batch == 0:
+    return cache.batch_idx[:, None] if cache.table is None and cache.batch_idx is not None else cache.table
+
+
+def _in_place(cache: Cache, batch: int) -> _InPlace | None:
+    """The cache as the kernels read it where it lies, or None where a copy or nothing at all has to be made of it."""
+    k, v, table = cache.k, cache.v, _table(cache)
+    if torch.compiler.is_compiling() or cache.leftpad is not None:
+        return None
+    if k.numel() == 0 or v.numel() == 0 or batch == 0:
         return None
     if k.shape[-1] % 8 or v.shape[-1] % 8:
         return None  # the op pads head dims in a copy
-    if table is None:
-        if cache.batch_idx is None:
-            return None  # the sequences follow each other
-        table = cache.batch_idx[:, None]
-    elif table.shape[1] == 0 or (k.shape[1] % _BOX_ROWS and table.shape[1] > 1):
+    if table is not None and (table.shape[1] == 0 or (table.shape[1] > 1 and k.shape[1] % _BOX_ROWS)):
         return None
     distance = _pitch(k)
-    if torch.compiler.is_compiling() or distance is None or distance != _pitch(v):
+    if distance is None or distance != _pitch(v):
         return None
     rows = (k.shape[0] - 1) * distance + k.shape[1]
     flat_k, flat_v = (x.as_strided((rows, *x.shape[2:]), x.stride()[1:]) for x in (k, v))
-    return _Pages(flat_k, flat_v, table, k.shape[1], distance)
+    return _InPlace(flat_k, flat_v, table, k.shape[1], distance)
 
 
 def _contents(cache: Cache, seqlens: Tensor) -> tuple[Tensor, Tensor]:
@@ -433,8 +397,10 @@ def _contents(cache: Cache, seqlens: Tensor) -> tuple[Tensor, Tensor]:
         table = cache.table if cache.k.shape[0] else cache.table[:, :0]
         starts = torch.arange(table.shape[1], device=seqlens.device) * cache.k.shape[1]
         blocks = torch.where(starts < seqlens[:, None], table, 0).long()
+        cache_checks.check_not_negative(cache.table_name, blocks)
         return cache.k[blocks].flatten(1, 2), cache.v[blocks].flatten(1, 2)
     if cache.batch_idx is not None:
+        cache_checks.check_not_negative("cache_batch_idx", cache.batch_idx)
         return cache.k.index_select(0, cache.batch_idx), cache.v.index_select(0, cache.batch_idx)
     return cache.k, cache.v
 

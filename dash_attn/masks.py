@@ -112,7 +112,7 @@ def prefix_tree_mask(
             -1 for a root. A sequence may have several roots, whose trees do not see each other.
         lengths: integers like parents, on the same device: the number of tokens of each node, at least 0. Roots of
             length 0 fill up sequences with fewer nodes.
-        seqlen: the number of tokens of a sequence, padding included. Tokens behind the last node see nothing, and no
+        seqlen: the number of tokens of a sequence, padding included. Tokens after the last node see nothing, and no
             token sees them. Default: that of the longest sequence; reading it waits for the GPU.
 
     Returns:
@@ -163,7 +163,7 @@ def from_dense_mask(visible: Tensor) -> ColumnMask:
     Returns:
         The arguments of a call with the same mask: startend_row_indices, int32 (batch, 1 or kv_heads, seqlen_k, n) with
         a batch of 1 for a mask of two dimensions, and causal, which is True if no query sees a key after its own and
-        one interval a key expresses the rest.
+        one interval per key expresses the rest.
 
     Raises:
         TypeError, ValueError: visible is not such a tensor, or it hides three or more runs of queries from a key.

@@ -135,12 +135,17 @@ def _forward_cpu(
             target.copy_(result)
 
 
-def _forward_of_pages_cpu(
+def _forward_of_cache_cpu(
     q, k, v, out, softmax_lse, cu_seqlens_q, seqused_q, block_table, seqused_k, page_rows, page_distance, sinks,
     alibi_slopes, softmax_scale, softcap, causal, window_left, window_right, attention_chunk, sm_margin,
 ):  # fmt: skip
     """Copies the keys of every sequence. Entries of the table past a sequence's keys are not looked at."""
-    place = torch.arange(block_table.shape[1] * page_rows).expand(len(seqused_k), -1)
+    batch = len(seqused_k)
+    if cu_seqlens_q is None:
+        cu_seqlens_q = packs.multiples(q.shape[0] // batch, batch + 1, q.device)
+    if block_table is None:
+        block_table = torch.arange(batch)[:, None]
+    place = torch.arange(block_table.shape[1] * page_rows).expand(batch, -1)
     row = block_table.repeat_interleave(page_rows, dim=1) * page_distance + place % page_rows
     row = row[place < seqused_k[:, None]]
     cu_seqlens_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
@@ -148,6 +153,39 @@ def _forward_of_pages_cpu(
         q, k[row], v[row], out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, None, sinks, alibi_slopes,
         softmax_scale, softcap, causal, window_left, window_right, attention_chunk, sm_margin,
     )  # fmt: skip
+
+
+def _append_cpu(k_cache, v_cache, k, v, ends, seqlens, cu_seqlens, block_table, sm_margin):
+    batch, page_rows = len(seqlens), k_cache.shape[1]
+    if cu_seqlens is None:
+        if k.shape[0] % max(batch, 1):
+            raise ValueError(f"the rows of k must be a multiple of the {batch} sequences, got {k.shape[0]}")
+        cu_seqlens = packs.multiples(k.shape[0] // max(batch, 1), batch + 1, k.device)
+    table = torch.arange(batch)[:, None] if block_table is None else block_table
+    written = []
+    for number, (own, length) in enumerate(
+        zip(packs.rows_of_sequences("k_new", cu_seqlens, None, k.shape[0]), seqlens.tolist())
+    ):
+        count = own.stop - own.start
+        most = table.shape[1] * page_rows - count
+        ends[number] = length + count
+        if block_table is not None and length == -count:
+            continue
+        if not 0 <= length <= most:
+            raise ValueError(f"cache_seqlens must be from 0 to {most} (room in the cache), got {length}")
+        places = torch.arange(length, length + count)
+        pages = table[number, places // page_rows].long()
+        written.append((torch.arange(own.start, own.stop), pages, places % page_rows))
+    if not written:
+        return
+    rows, pages, places = map(torch.cat, zip(*written))
+    if ((pages < 0) | (pages >= k_cache.shape[0])).any():
+        raise ValueError(
+            f"block_table and cache_batch_idx must be at least 0 and less than {k_cache.shape[0]} wherever a key is "
+            f"written, got {pages.tolist()}"
+        )
+    k_cache[pages, places] = k[rows]
+    v_cache[pages, places] = v[rows]
 
 
 def _backward_cpu(
@@ -250,10 +288,11 @@ def _load() -> str | None:
     if reason is not None:
         raise ImportError(reason)
     torch.library.impl("dash_attn_C::forward", "CPU", _forward_cpu)
-    torch.library.impl("dash_attn_C::forward_of_pages", "CPU", _forward_of_pages_cpu)
+    torch.library.impl("dash_attn_C::forward_of_cache", "CPU", _forward_of_cache_cpu)
+    torch.library.impl("dash_attn_C::append", "CPU", _append_cpu)
     torch.library.impl("dash_attn_C::backward", "CPU", _backward_cpu)
     reason = _load_kernels()
-    for op in ("forward", "forward_of_pages", "backward", "dropout_bits", "fingerprint_blocks"):
+    for op in ("forward", "forward_of_cache", "append", "backward", "dropout_bits", "fingerprint_blocks"):
         name = f"dash_attn_C::{op}"
         # If the kernels are older than an op, the op must raise instead of using an implementation for any device.
         if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):

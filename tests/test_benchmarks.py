@@ -173,7 +173,7 @@ def test_a_picture_of_shapes_that_are_no_series_has_a_place_for_each(tmp_path):
 
 
 def test_documents_quote_a_run_of_windows(tmp_path):
-    result = document.ROOT / "benchmarks" / "results" / "h200_2026-11-21_257470c.json"
+    result = document.ROOT / "benchmarks" / "results" / "h200_2026-11-27_5742ba2.json"
     plain = document.Quoted(result)
     assert "Sliding windows" not in document.details(plain) and "the windows" not in document.by_shape(plain)
     rows = []

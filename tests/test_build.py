@@ -168,6 +168,31 @@ def test_binary_needs_only_stable_symbols(binary):
     assert not [name for name in names if re.match(r"_ZNK?(2at|3c10|5torch)|_?Py", name)]
 
 
+@pytest.mark.parametrize("library", sorted((ROOT / "dash_attn").glob("*.so")), ids=lambda path: path.name)
+def test_libraries_share_libstdcxx(library):
+    """A second libstdc++ in the process crashes when it writes a number of an error message."""
+    assert "libstdc++.so.6" in needed(library)
+
+
+@pytest.mark.parametrize("flags", [[], ["-static-libstdc++"]])
+def test_a_linker_that_prefers_a_static_libstdcxx(tmp_path, flags):
+    source = tmp_path / "number.cpp"
+    source.write_text("#include <sstream>\nint f(int n) { std::ostringstream s; s << n; return s.str().size(); }\n")
+    command = ["c++", "-shared", "-fPIC", str(source), "-o", str(tmp_path / "number.so"), *flags]
+    subprocess.run(command + toolchain.shared_libstdcxx("c++"), check=True)
+    assert "libstdc++.so.6" in needed(tmp_path / "number.so")
+    subprocess.run(command, check=True)
+    assert ("libstdc++.so.6" in needed(tmp_path / "number.so")) == (not flags)
+
+
+def needed(library: pathlib.Path) -> list[str]:
+    readelf = shutil.which("readelf")
+    if readelf is None:
+        pytest.skip("readelf (binutils) is not on this machine")
+    text = subprocess.run([readelf, "-d", str(library)], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"\(NEEDED\).*\[(.+)\]", text)
+
+
 # One kernel whose accumulator is touched between products, one with an array in local memory, and one with neither.
 FAULTY_KERNELS = r"""
 __device__ void product(float (&d)[4], unsigned long long a, unsigned long long b) {

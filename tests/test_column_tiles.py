@@ -35,11 +35,15 @@ def test_tiles_agree_with_elements(tmp_path):
         (".contains(kv) && !hidden.hides_all(queries)", ".contains(kv)", "a tile without visible elements is walked"),
         ("kv_tiles_of_queries(first, end)", "kv_tiles_of_queries(first, first + 1)",
          "a tile with visible elements is skipped by a part"),
+        ("ceil_div(seqlen_q, kPartRows) * kPartRows - ", "seqlen_q - ", "a tile's first query"),
+        ("is_long ? place_in_head : long_tiles + place_in_head", "place_in_head",
+         "a work tile before one that it waits for"),
     ],
 )  # fmt: skip
 def test_faults_are_found(tmp_path, right, wrong, message):
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    paths = [tmp_path / "csrc" / folder / "columns.h" for folder in ("contract", "placement")]
+    files = ("contract/columns.h", "placement/columns.h", "placement/work_tile.h")
+    paths = [tmp_path / "csrc" / file for file in files]
     (path,) = [path for path in paths if right in path.read_text()]
     assert path.read_text().count(right) == 1
     path.write_text(path.read_text().replace(right, wrong))

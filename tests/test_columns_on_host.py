@@ -106,6 +106,25 @@ def test_words_without_live_tiles_are_passed_over(programs):
     emulation.check(programs["64"], ((3, 0),), **LONG)
 
 
+# More KV tiles than the plan has warps.
+MANY_KEYS = dict(columns="random", mask="full", per_key=4, heads=2, mask_heads=2)
+MANY_TILES = [dict(seqlen_q=100, seqlen_k=2700, batch=2), dict(pack="100:2700,1:40,0:7,30:1500")]
+
+
+@pytest.mark.parametrize("shape", MANY_TILES, ids=str)
+def test_warps_plan_several_tiles(programs, shape):
+    emulation.check(programs["64"], ((1, 0), (132, 2)), **MANY_KEYS, **shape)
+
+
+@pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES)
+def test_a_plan_whose_warps_do_not_wait_is_found(tmp_path, sources):
+    call = MANY_KEYS | MANY_TILES[0]
+    csrc = emulation.source(tmp_path, ("columns/plan.h", "__syncthreads();", ""))
+    program = emulation.build(csrc, sources, "64", tmp_path / "run", call)
+    with pytest.raises(AssertionError):
+        emulation.check(program, ((132, 0),), **call)
+
+
 SPOILED = dict(document=64, seqlen_q=500, nan_value=130, nan_values=1)
 
 
@@ -135,7 +154,7 @@ def test_faults_of_the_forward_are_found(tmp_path, file, right, wrong, kind):
     "file, right, wrong",
     [
         ("backward/columns.h", "word.live & (own - 1)", "word.live & own"),  # no rank is 0
-        ("columns/plan.h", " && !tile.visits.skips(query_tile)", ""),  # ranks that never come
+        ("columns/plan.h", " && !hidden.hides_all(queries)", ""),  # ranks that never come
         ("contract/columns.h", "visited.count - low.count - high.count", "visited.count - low.count"),
     ],
 )

@@ -142,12 +142,12 @@ def test_compiled_and_on_meta_tensors(form):
 
 
 @pytest.mark.parametrize("offsets", [(0, 3, 2, 21, 21), (-1, 3, 3, 20, 21), (0, 3, 3, 20, 22)], ids=str)
-def test_offsets_out_of_range_are_an_error_on_the_device(offsets):
+def test_offsets_out_of_range_are_the_ops_error(offsets):
     """Where they are not read beforehand, as on a GPU: before anything is written."""
     cache, before = filled("plain"), filled("plain")
     k, v, _ = new_keys()
     compiled = torch.compile(flash_attn_3.flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match="cu_seqlens_k_new must hold non-decreasing offsets"):
+    with pytest.raises(ValueError, match="cu_seqlens_k_new must hold non-decreasing offsets"):
         appended(compiled, cache, k, v, int32(*offsets))
     torch.compiler.reset()
     assert_same_caches(cache, before)

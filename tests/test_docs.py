@@ -1,7 +1,8 @@
 """The code of the documents runs, their commands exist, and the reference has every public name.
 
 Python blocks run on the CPU, page by page. The commands of the recipes run as they are shown, with stand-ins for Slurm
-and containers. Those of the other pages take minutes or a GPU: their syntax, programs and options are checked.
+and containers, and so do some of the other pages. The rest take minutes or a GPU: their syntax, programs and options
+are checked.
 """
 
 import ast
@@ -26,6 +27,7 @@ import torch
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECIPES = "docs/recipes/"
+ANY_PORT = "--rdzv-backend c10d --rdzv-endpoint localhost:0"  # tests run side by side
 PAGES = [str(path.relative_to(ROOT)) for path in site_pages.pages()]
 # The modules that users import; other modules with an __all__ serve these.
 PUBLIC = (
@@ -82,28 +84,18 @@ def test_rollout():
 
 
 def test_usage():
-    from dash_attn import flash_attn_func, flash_attn_varlen_func
+    """In the page's order: a packed batch, then dense calls, for which the page gives no tensors."""
+    from dash_attn import flash_attn_func
 
-    of_pack, dense = qkv(2260, 1, 16), qkv(1, 64, 2, 32)
-    names = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func, **of_pack}
+    dense = qkv(1, 64, 2, 32)
+    names = {"dense_input": dense["q"], "layer": lambda x: flash_attn_func(x, x, x), "x": dense["q"]}
     for part in "12":
         names[f"out_{part}"], names[f"lse_{part}"], _ = flash_attn_func(*dense.values(), return_attn_probs=True)
-    with pytest.raises(ValueError, match="q must have shape"):  # the block on dropout is about a dense call
-        run_blocks("docs/usage.md", names, [('device="cuda"', 'device="cpu"')])
-    layer = {"layer": lambda x: flash_attn_func(x, x, x), "x": dense["q"]}
-    ready = f"{' = '.join('qkv')} = dense_input\ntorch.manual_seed(0)"
-    found = run_blocks(
-        "docs/usage.md",
-        names | layer | {"dense_input": dense["q"]},
-        [
-            ('device="cuda"', 'device="cpu"'),
-            ("torch.manual_seed(0)", ready),
-            (
-                "out, max_logits = flash_attn_func",
-                f"{' = '.join('qkv')} = dense_input\nout, max_logits = flash_attn_func",
-            ),
-        ],
-    )
+    smaller = [('device="cuda"', 'device="cpu"'), ("(2260, 16, 128", "(2260, 1, 16")]
+    calls = "out, max_logits = flash_attn_func", "torch.manual_seed(0)"
+    ready = [(call, f"q = k = v = dense_input\n{call}") for call in calls]
+    found = run_blocks("docs/usage.md", names, smaller + ready)
+    assert found["cu_seqlens"].tolist() == [0, 700, 2200, 2260] and found["max_logits"].shape == (1, 2)
     found["out"].sum().backward()
     assert dense["q"].grad.any()
 
@@ -149,11 +141,21 @@ def test_distributed(one_process):
 def test_distributed_program(shell, tmp_path):
     page = "docs/distributed.md"
     (tmp_path / "context_parallel.py").write_text(blocks(page, "python")[0])
-    done = shell(
-        blocks(page, "bash")[0].replace("torchrun", "torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0")
-    )
+    done = shell(blocks(page, "bash")[0].replace("torchrun", f"torchrun {ANY_PORT}"))
     # Two processes write to one pipe, so their lines may mix.
     assert done.returncode == 0 and done.stdout.count("True") == 2, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page, numbers", [("docs/training.md", (0, -1)), ("docs/distributed.md", (-1,)), ("docs/schedules.md", (0,))]
+)
+def test_commands_run(page, numbers, shell):
+    """One after the other in one folder, as a reader runs them."""
+    shown = blocks(page, "bash")
+    code = "".join(shown[number] for number in numbers).replace("torchrun", f"torchrun {ANY_PORT}")
+    done = shell(f"set -e\n{code}")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_foreign_forward(monkeypatch):

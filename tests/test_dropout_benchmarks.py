@@ -181,7 +181,7 @@ def test_bits_that_are_there_are_no_peer(tmp_path):
 
 
 def test_documents_quote_dropout(tmp_path):
-    result = document.ROOT / "benchmarks" / "results" / "h200_2026-11-21_257470c.json"
+    result = document.ROOT / "benchmarks" / "results" / "h200_2026-11-27_5742ba2.json"
     quoted = document.Quoted(result, dropout=result_of(tmp_path / "a.json", ours=0.8, bits=0.95))
     lines = document.details(quoted).splitlines()
     of = f"| dropout 0.1, 128, existing bits | backward | {PLAIN} | 4 | 0.95 | 0.95 (full, 8x2048) | 0.94 |"

@@ -10,8 +10,8 @@ CSRC = ROOT / "csrc"
 # Bottom to top; a layer includes itself and what stands before it. What fixes bits knows nothing of what moves work in
 # time. The model plays schedules: no kernel knows of it.
 LAYERS = [
-    "host_device.h", "contract", "placement", "dropout", "receipts", "device", "packing", "columns", "generator",
-    "backward", "forward", "launch", "model", "bindings",
+    "host_device.h", "contract", "placement", "dropout", "receipts", "device", "packing", "cache", "columns",
+    "generator", "backward", "forward", "launch", "model", "bindings",
 ]  # fmt: skip
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cu", ".cpp", ".def"})
 GENERATED = {"built_variants.def"}

@@ -413,7 +413,7 @@ def test_a_pack_beside_our_dense_call_alone_is_compared(packed_file):
 
 
 def test_documents_quote_packs_and_windows(packed_file, tmp_path):
-    result = document.ROOT / "benchmarks" / "results" / "h200_2026-11-21_257470c.json"
+    result = document.ROOT / "benchmarks" / "results" / "h200_2026-11-27_5742ba2.json"
     windows = tmp_path / "windows.json"
     figures = {(OURS, True): 300.0, ("fa3", False): 250.0}
     rows = [row for shape in GRIDS["windows-bar"]() for row in rows_of(shape, figures, {})]

@@ -402,6 +402,13 @@ def test_links_lead_somewhere_and_lines_are_wrapped(path):
     assert not long
 
 
+@pytest.mark.parametrize("path", sorted(str(path.relative_to(ROOT)) for path in DOCUMENTS))
+def test_a_list_of_contents_is_complete(path):
+    text = re.sub(r"^```.*?^```$", "", (ROOT / path).read_text(), flags=re.M | re.S)
+    listed = re.findall(r"^- \[([^\]]*)\]\(#[^)]*\)$", text, re.M)
+    assert not listed or listed == re.findall(r"^## (.*)$", text, re.M)
+
+
 def test_every_page_is_reached_from_the_readme():
     reached, left = set(), [ROOT / "README.md"]
     while left:

@@ -132,7 +132,7 @@ def result_of(grid, path, tflops):
 
 
 def quoting(**own):
-    result = document.ROOT / "benchmarks" / "results" / "h200_2026-11-21_257470c.json"
+    result = document.ROOT / "benchmarks" / "results" / "h200_2026-11-27_5742ba2.json"
     return document.Quoted(result, **{name.replace("_", "-"): path for name, path in own.items()})
 
 

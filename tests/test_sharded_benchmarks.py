@@ -285,7 +285,7 @@ def test_the_held_out_family_has_the_same_bars(tmp_path):
 def test_documents_quote_the_family_and_its_picture(result, tmp_path, monkeypatch):
     monkeypatch.setattr(document, "ROOT", tmp_path)
     main = tmp_path / "main.json"
-    main.write_text(document.PEERS.with_name("h200_2026-11-21_257470c.json").read_text())
+    main.write_text(document.PEERS.with_name("h200_2026-11-27_5742ba2.json").read_text())
     quoted = document.Quoted(main, sharded=result)
     assert document.readme(quoted) == document.readme(document.Quoted(main)), "README.md quotes the main run alone"
     said, without = document.details(quoted), document.details(document.Quoted(main))

@@ -19,6 +19,17 @@ __device__ __forceinline__ const ColumnTile& column_tile_of(const KernelParams& 
   return params.columns.kv_tile(work.kv_head, first + work.kv_tile);
 }
 
+// How many KV tiles come first (TileScheduler::place_long_tiles_first), in a sequence of a pack or, in a dense batch of
+// one sequence, in that one. The numbers of work tiles of several sequences, or under several masks, have no common
+// answer.
+template <typename Variant>
+__device__ __forceinline__ int long_tiles_of(const KernelParams& params, const PackedSequence* of_pack) {
+  if (!params.columns.heads_share || (!of_pack && params.scheduler.batch > 1)) { return 0; }
+  const int sequence = of_pack ? of_pack->number : 0;
+  const int first_row = of_pack ? of_pack->end_k - of_pack->lengths.seqlen_k : 0;
+  return params.columns.kv_tile(0, TileNumbers{Variant::kKey}.first(sequence, first_row)).long_tiles;
+}
+
 // What the plan says of one of the query tiles that the work tile visits.
 struct PlannedVisit {
   int rank, kv_tiles;  // of the KV tile in the sum of dQ, and how many add to it

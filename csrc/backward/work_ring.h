@@ -71,10 +71,18 @@ __device__ __forceinline__ bool write_work(SharedStorage<Variant>& shared, WorkT
     if (params.finishes_dq || *params.workspace.any_needs_order) { scheduler = scheduler.with_turns(); }
   }
   if constexpr (Variant::kDivided) { work.steps = number; }  // parked here; the steps are written below
+  if constexpr (Variant::kHasColumns) {
+    work.steps = long_tiles_of<Variant>(params, pack.is_pack() ? &pack.sequences[work.packed] : nullptr);  // parked too
+    compiler_fence();
+  }
   Variant::Policies::with(scheduler.policy, [&](auto policy) {
     const TileGrid grid = Variant::grid(scheduler.sequence, params.window);
-    const WorkPlace place = scheduler.place<decltype(policy)::value>(grid, number, cluster_cta_rank<Variant>());
-    static_cast<WorkPlace&>(work) = place;
+    if constexpr (Variant::kHasColumns) {
+      static_cast<WorkPlace&>(work) = scheduler.place_long_tiles_first(grid, number, work.steps);
+    } else {
+      const WorkPlace place = scheduler.place<decltype(policy)::value>(grid, number, cluster_cta_rank<Variant>());
+      static_cast<WorkPlace&>(work) = place;
+    }
   });
   compiler_fence();
   if constexpr (Variant::kDivided) {

@@ -140,6 +140,19 @@ void check_no_tangent(const Tensor& tensor) {
                               "torch.func.grad, vjp or jacrev");
 }
 
+// The autograd kernel of operators of a cache. torch's own fallback would say neither that it is attention that has no
+// derivative in forward mode nor what to use.
+void without_derivative(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  for (const at::IValue& value : torch::jit::last(*stack, op.schema().arguments().size())) {
+    if (!value.isTensor() || !value.toTensor().defined()) { continue; }
+    check_no_tangent(value.toTensor());
+    TORCH_CHECK_NOT_IMPLEMENTED(!(at::GradMode::is_enabled() && value.toTensor().requires_grad()), op.schema().name(),
+                                " has no derivative: call it under torch.no_grad()");
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
 // Attention of what the caller gave, once that is known to be right.
 template <class Result>
 Result attention(variable_list packed, PackTensors pack, std::optional<SymInt> num_heads_q,
@@ -246,7 +259,7 @@ Result attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q,
 using dash_attn::Outputs, dash_attn::OutputsAndMaxLogits;
 
 #define DASH_PACK "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
-#define DASH_PAGES "Tensor block_table, Tensor seqused_k, int page_rows, int page_distance, "
+#define DASH_CACHE "Tensor? block_table, Tensor seqused_k, int page_rows, int page_distance, "
 #define DASH_MASK "bool causal, int window_left, int window_right, int attention_chunk, "
 // FlashAttention-2's names of the sides.
 #define DASH_FLASH_MASK "bool causal, int window_size_left, int window_size_right, int attention_chunk, "
@@ -290,9 +303,12 @@ TORCH_LIBRARY(dash_attn, library) {
       "Tensor? dropout_bits, Tensor? rng_state, float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
       "Tensor? startend_row_indices) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
       {at::Tag::pt2_compliant_tag});
-  library.def("forward_of_pages(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? seqused_q, " DASH_PAGES
+  library.def("forward_of_cache(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? seqused_q, " DASH_CACHE
               "float softmax_scale, " DASH_MASK "SymInt sm_margin, Tensor? sinks, Tensor? alibi_slopes, float softcap) "
               "-> " DASH_OUTPUTS,
+              {at::Tag::pt2_compliant_tag});
+  library.def("append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor seqlens, Tensor? cu_seqlens, "
+              "Tensor? block_table, SymInt sm_margin) -> Tensor",
               {at::Tag::pt2_compliant_tag});
   library.def("name_forward(bool as_flash_attn) -> ()", &dash_attn::name_forward);
   library.def("attention" DASH_ATTENTION DASH_OUTPUTS);
@@ -316,21 +332,24 @@ TORCH_LIBRARY_FRAGMENT(flash_attn, library) {
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, CPU, library) {
-  library.impl("forward_of_pages", dash_attn::flat<&dash_attn::forward_of_pages>);
+  library.impl("forward_of_cache", dash_attn::flat<&dash_attn::forward_of_cache>);
+  library.impl("append", &dash_attn::append);
   library.impl("forward", dash_attn::flat<&dash_attn::forward<Outputs>>);
   library.impl("forward_and_max_logits", dash_attn::flat<&dash_attn::forward<OutputsAndMaxLogits>>);
   library.impl("backward", dash_attn::flat<&dash_attn::backward>);
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, CUDA, library) {
-  library.impl("forward_of_pages", dash_attn::flat<&dash_attn::forward_of_pages>);
+  library.impl("forward_of_cache", dash_attn::flat<&dash_attn::forward_of_cache>);
+  library.impl("append", &dash_attn::append);
   library.impl("forward", dash_attn::flat<&dash_attn::forward<Outputs>>);
   library.impl("forward_and_max_logits", dash_attn::flat<&dash_attn::forward<OutputsAndMaxLogits>>);
   library.impl("backward", dash_attn::flat<&dash_attn::backward>);
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, Meta, library) {
-  library.impl("forward_of_pages", dash_attn::flat<&dash_attn::forward_of_pages_meta>);
+  library.impl("forward_of_cache", dash_attn::flat<&dash_attn::forward_of_cache_meta>);
+  library.impl("append", &dash_attn::append_meta);
   library.impl("forward", dash_attn::flat<&dash_attn::forward_meta<Outputs>>);
   library.impl("forward_and_max_logits", dash_attn::flat<&dash_attn::forward_meta<OutputsAndMaxLogits>>);
   library.impl("backward", dash_attn::flat<&dash_attn::backward_meta>);
@@ -338,7 +357,8 @@ TORCH_LIBRARY_IMPL(dash_attn, Meta, library) {
 
 // Differentiating through these raises: what has a derivative is what follows.
 TORCH_LIBRARY_IMPL(dash_attn, Autograd, library) {
-  library.impl("forward_of_pages", torch::autograd::autogradNotImplementedFallback());
+  library.impl("forward_of_cache", torch::CppFunction::makeFromBoxedFunction<&dash_attn::without_derivative>());
+  library.impl("append", torch::CppFunction::makeFromBoxedFunction<&dash_attn::without_derivative>());
   library.impl("forward", torch::autograd::autogradNotImplementedFallback());
   library.impl("forward_and_max_logits", torch::autograd::autogradNotImplementedFallback());
   library.impl("backward", torch::autograd::autogradNotImplementedFallback());
@@ -363,9 +383,11 @@ TORCH_LIBRARY(dash_attn_C, library) {
   library.def("forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, " DASH_PACK DASH_SCORES
               "float softmax_scale, float softcap, " DASH_MASK "int sm_margin, " DASH_OPTIONAL_DROPOUT
               DASH_OPTIONAL_COLUMNS ", Tensor(c!)? max_logits=None) -> ()");
-  library.def("forward_of_pages(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, "
-              "Tensor cu_seqlens_q, Tensor? seqused_q, " DASH_PAGES DASH_SCORES
+  library.def("forward_of_cache(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, "
+              "Tensor? cu_seqlens_q, Tensor? seqused_q, " DASH_CACHE DASH_SCORES
               "float softmax_scale, float softcap, " DASH_MASK "int sm_margin) -> ()");
+  library.def("append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor(c!) ends, Tensor seqlens, "
+              "Tensor? cu_seqlens, Tensor? block_table, int sm_margin) -> ()");
   library.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!) dq, "
       "Tensor(b!) dk, Tensor(c!) dv, " DASH_PACK DASH_SCORES

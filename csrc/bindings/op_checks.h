@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -49,11 +50,30 @@ inline int usable_sms(int32_t device, int64_t sm_margin, const char* name) {
   return sms - static_cast<int>(sm_margin);
 }
 
+// Memory of the device that a call needs and does not get. operators.h turns this into torch's own error, which the
+// stable ABI cannot throw.
+class OutOfMemory : public std::bad_alloc {
+ public:
+  OutOfMemory(int64_t bytes, int32_t device, size_t free)
+      : text_("CUDA out of memory. Tried to allocate a workspace of " + std::to_string(bytes) + " bytes on cuda:" +
+              std::to_string(device) + ", of which " + std::to_string(free) +
+              " bytes are free outside torch's cache") {}
+
+  const char* what() const noexcept override { return text_.c_str(); }
+
+ private:
+  std::string text_;
+};
+
 inline Tensor empty_bytes(int64_t size, int32_t device) {
   constexpr int64_t kStride = 1;
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &kStride, aoti_torch_dtype_uint8(),
-                                                  aoti_torch_device_type_cuda(), device, &handle));
+  if (aoti_torch_empty_strided(1, &size, &kStride, aoti_torch_dtype_uint8(), aoti_torch_device_type_cuda(), device,
+                               &handle) != AOTI_TORCH_SUCCESS) {
+    size_t free = 0, total = 0;
+    STD_CUDA_CHECK(cudaMemGetInfo(&free, &total));  // the allocation may also have met the error of an earlier kernel
+    throw OutOfMemory(size, device, free);
+  }
   return Tensor(handle);
 }
 

@@ -57,15 +57,16 @@ struct PackTensorsOf {
                                                    &PackTensorsOf::seqused_q, &PackTensorsOf::seqused_k);
 };
 
-// Where the keys of a variable-length batch lie in pages (csrc/placement/sequences.h), and how many each sequence has.
+// Where the keys of a batch lie in a cache (csrc/placement/sequences.h), and how many each sequence has. Without a
+// table, sequence i has page i.
 template <class Tensor>
-struct PagesOf {
-  Tensor block_table;  // int32 (batch, max_pages)
-  Tensor seqused_k;    // int32 (batch,)
+struct CacheOf {
+  std::optional<Tensor> block_table;  // int32 (batch, max_pages)
+  Tensor seqused_k;                   // int32 (batch,)
   int64_t page_rows, page_distance;
 
-  static constexpr auto kMembers = std::make_tuple(&PagesOf::block_table, &PagesOf::seqused_k, &PagesOf::page_rows,
-                                                   &PagesOf::page_distance);
+  static constexpr auto kMembers = std::make_tuple(&CacheOf::block_table, &CacheOf::seqused_k, &CacheOf::page_rows,
+                                                   &CacheOf::page_distance);
 };
 
 // Logits beside a row's scores, and what is subtracted from scores.

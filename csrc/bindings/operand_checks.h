@@ -36,8 +36,7 @@ constexpr double kLeastScaleOfSlopes = 1e-30;
 // Tile counts and ends are 32-bit in the kernels.
 constexpr int64_t kMaxSeqlen = (int64_t{1} << 30) - 1;
 
-// Numbers are not left to the streams of TORCH_CHECK: where libstdc++ is linked into this library they have been lost,
-// and a call has crashed.
+// As Python prints it.
 inline std::string size_text(const SymInt& size) {
   const auto known = size.maybe_as_int();
   return known ? std::to_string(*known) : size.toSymNode()->str();
@@ -69,7 +68,7 @@ template <>
 inline constexpr bool kPassedByValue<std::optional<SymInt>> = true;
 
 using PackTensors = PackTensorsOf<Tensor>;
-using Pages = PagesOf<Tensor>;
+using Cache = CacheOf<Tensor>;
 using ScoreTensors = ScoreTensorsOf<Tensor>;  // sinks: of the functions any float dtype, of the ops fp32
 
 // What a call changes scores by, and the logits that its sums have beside them.
@@ -341,25 +340,28 @@ inline void check_operands(const Tensor& q, const Tensor& k, const Tensor& v, co
   check_sm_margin(sm_margin);
 }
 
-// The rows of k are those of all pages.
-inline void check_pages(const Pages& pages, const Tensor& q, const SymInt& batch) {
-  const Tensor& table = pages.block_table;
+inline void check_block_table(const Tensor& table, const Tensor& q, const SymInt& batch) {
   TORCH_CHECK_TYPE(table.scalar_type() == at::kInt, "block_table must be torch.int32, got ", dtype_text(table));
   TORCH_CHECK_VALUE(table.dim() == 2 && table.sym_size(0) == batch && table.sym_size(1) >= 1,
                     "block_table must have shape (batch, max_blocks), with a batch of ", size_text(batch),
                     " and at least one block, got ", shape_text(table));
   TORCH_CHECK_VALUE(table.device() == q.device(), "block_table must be on the device of q, ", q.device().str(),
                     ", got ", table.device().str());
-  check_pack_tensor("seqused_k", pages.seqused_k, "(batch,)", batch, q);
-  TORCH_CHECK_VALUE(pages.page_rows >= 1 && pages.page_distance >= pages.page_rows,
-                    "page_rows must be at least 1 and at most page_distance, got ", size_text(pages.page_rows), " and ",
-                    size_text(pages.page_distance));
-  TORCH_CHECK_VALUE(pages.page_rows % PageTable::kBoxRows == 0 || table.sym_size(1) <= 1,
-                    "page_rows must be a multiple of ", size_text(PageTable::kBoxRows),
-                    " where a sequence has several pages, got ", size_text(pages.page_rows));
-  TORCH_CHECK_VALUE(table.sym_size(1) * pages.page_rows <= kMaxSeqlen,
-                    "max_blocks * page_rows must be at most ", size_text(kMaxSeqlen), ", got ",
-                    size_text(table.sym_size(1)), " * ", size_text(pages.page_rows));
+}
+
+// The rows of k are those of all pages.
+inline void check_cache(const Cache& cache, const Tensor& q, const Tensor& k, const SymInt& batch) {
+  check_pack_tensor("seqused_k", cache.seqused_k, "(batch,)", batch, q);
+  if (cache.block_table) { check_block_table(*cache.block_table, q, batch); }
+  const SymInt most = cache.block_table ? cache.block_table->sym_size(1) : 1;
+  TORCH_CHECK_VALUE(cache.page_rows >= 1 && cache.page_distance >= cache.page_rows,
+                    "page_rows must be at least 1 and at most page_distance, got ", size_text(cache.page_rows), " and ",
+                    size_text(cache.page_distance));
+  TORCH_CHECK_VALUE(most * cache.page_rows <= kMaxSeqlen, "max_blocks * page_rows must be at most ",
+                    size_text(kMaxSeqlen), ", got ", size_text(most), " * ", size_text(cache.page_rows));
+  const SymInt pages = cache.block_table ? 1 : batch, rows = (pages - 1) * cache.page_distance + cache.page_rows;
+  TORCH_CHECK_VALUE(k.sym_size(0) >= rows, "k must have the rows of ", size_text(pages), " pages, ", size_text(rows),
+                    ", got ", size_text(k.sym_size(0)));
 }
 
 inline void check_like(const char* name, const Tensor& tensor, const char* like_name, const Tensor& like) {

@@ -5,11 +5,13 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
+#include <new>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -28,6 +30,18 @@ namespace dash_attn {
     return op;                                                                                                   \
   }())
 
+// call_flat of an op of the kernels.
+template <class Op, class... T>
+void call_kernels(const Op& op, const T&... arguments) {
+  try {
+    call_flat(op, arguments...);
+  } catch (const std::bad_alloc& error) {
+    // Not if the host has run out of memory.
+    if (std::string_view(error.what()).rfind("CUDA out of memory", 0) != 0) { throw; }
+    TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
+  }
+}
+
 using OptionalTensor = const std::optional<Tensor>&;
 using Outputs = std::tuple<Tensor, Tensor>;
 // With the largest logit of every head of each sequence, fp32 (batch, heads); -inf if the head sees no key.
@@ -40,9 +54,12 @@ using ForwardKernelOp = FlatSignature<void(const Tensor&, const Tensor&, const T
                                            const PackTensors&, const ScoreTensors&, double, double,
                                            const MaskArguments&, int64_t, const KernelDropout&, OptionalTensor,
                                            OptionalTensor)>;
-using PagesKernelOp = FlatSignature<void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor, const Tensor&,
-                                         OptionalTensor, const Pages&, const ScoreTensors&, double, double,
+using CacheKernelOp = FlatSignature<void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor, OptionalTensor,
+                                         OptionalTensor, const Cache&, const ScoreTensors&, double, double,
                                          const MaskArguments&, int64_t)>;
+using AppendKernelOp =
+    void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, Tensor, const Tensor&, OptionalTensor,
+         OptionalTensor, int64_t);
 using BackwardKernelOp = FlatSignature<void(const BackwardTensors&, const PackTensors&, const ScoreTensors&,
                                             const ScoreGradients&, double, double, const MaskArguments&, int64_t,
                                             int64_t, const KernelDropout&, OptionalTensor)>;
@@ -178,9 +195,9 @@ inline KernelDropout for_kernels(const DropoutArguments& given, const Tensor& q,
       at::empty({batch, heads, blocks(seqlen_q), blocks(seqlen_k), dropout::kBlockBytes}, q.options().dtype(at::kByte));
   // Which of them a mask leaves out depends on the lengths of each sequence.
   const MaskArguments of_bits = is_pack ? MaskArguments{} : mask;
-  call_flat(DASH_OP("dash_attn_C::dropout_bits", BitsKernelOp), bits, state, given.p, seqlen_q, seqlen_k,
-            /*first_head=*/int64_t{0}, heads, /*first_query=*/int64_t{0}, /*first_key=*/int64_t{0},
-            /*of_flash_attention_2=*/false, int64_t{dropout::kDefaultRounds}, of_bits, sm_margin.expect_int());
+  call_kernels(DASH_OP("dash_attn_C::dropout_bits", BitsKernelOp), bits, state, given.p, seqlen_q, seqlen_k,
+               /*first_head=*/int64_t{0}, heads, /*first_query=*/int64_t{0}, /*first_key=*/int64_t{0},
+               /*of_flash_attention_2=*/false, int64_t{dropout::kDefaultRounds}, of_bits, sm_margin.expect_int());
   return {bits, std::nullopt, given.p};
 }
 
@@ -222,10 +239,10 @@ Result forward(const Tensor& q, const Tensor& k, const Tensor& v, const PackTens
     return result(out, softmax_lse);
   }
   const PositiveScale scaled(q, softmax_scale);
-  call_flat(DASH_OP("dash_attn_C::forward", ForwardKernelOp), addressable(scaled.q), addressable(k), addressable(v),
-            out, softmax_lse, pack, for_kernels(scores), scaled.softmax_scale, scores.softcap, mask,
-            sm_margin.expect_int(), for_kernels(dropout, q, k, pack, mask, sm_margin), columns_for_kernels(columns),
-            max_logits);
+  call_kernels(DASH_OP("dash_attn_C::forward", ForwardKernelOp), addressable(scaled.q), addressable(k), addressable(v),
+               out, softmax_lse, pack, for_kernels(scores), scaled.softmax_scale, scores.softcap, mask,
+               sm_margin.expect_int(), for_kernels(dropout, q, k, pack, mask, sm_margin), columns_for_kernels(columns),
+               max_logits);
   return result(out, softmax_lse);
 }
 
@@ -248,44 +265,73 @@ Result forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Pac
   }
 }
 
-// The forward of a variable-length batch whose keys lie in pages: k and v have the rows of all pages.
-inline void check_forward_of_pages(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
-                                   OptionalTensor seqused_q, const Pages& pages, double softmax_scale,
+// The forward of a variable-length batch whose keys lie in a cache: k and v have the rows of all pages. Without
+// cu_seqlens_q all sequences have as many queries.
+inline void check_forward_of_cache(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor cu_seqlens_q,
+                                   OptionalTensor seqused_q, const Cache& cache, double softmax_scale,
                                    const MaskArguments& mask, const SymInt& sm_margin, const ScoreArguments& scores) {
-  // Offsets that are right for queries stand for those of keys, of which there are none.
-  check_operands(q, k, v, {cu_seqlens_q, cu_seqlens_q, seqused_q, pages.seqused_k}, scores, softmax_scale, mask,
-                 sm_margin);
-  check_pages(pages, q, cu_seqlens_q.sym_size(0) - 1);
-  TORCH_CHECK_VALUE(k.sym_numel() != 0, "k must have at least one row, got ", shape_text(k));
+  const SymInt batch = cu_seqlens_q ? cu_seqlens_q->sym_numel() - 1 : cache.seqused_k.sym_numel();
+  // Offsets of the right shape stand for those of which there are none.
+  const Tensor offsets = cu_seqlens_q ? *cu_seqlens_q : at::empty_symint({batch + 1}, cache.seqused_k.options());
+  check_operands(q, k, v, {offsets, offsets, seqused_q, cache.seqused_k}, scores, softmax_scale, mask, sm_margin);
+  TORCH_CHECK_VALUE(batch >= 1 && k.sym_numel() != 0, "k must have at least one row, for one sequence, got ",
+                    shape_text(k), " and a batch of ", size_text(batch));
+  TORCH_CHECK_VALUE(cu_seqlens_q || q.sym_size(0) % batch == 0,
+                    "without cu_seqlens_q the rows of q must be a multiple of the ", size_text(batch),
+                    " sequences, got ", shape_text(q));
+  check_cache(cache, q, k, batch);
 }
 
-inline Outputs forward_of_pages(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
-                                OptionalTensor seqused_q, const Pages& pages, double softmax_scale,
+inline Outputs forward_of_cache(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor cu_seqlens_q,
+                                OptionalTensor seqused_q, const Cache& cache, double softmax_scale,
                                 const MaskArguments& mask, SymInt sm_margin, const ScoreArguments& scores) {
-  check_forward_of_pages(q, k, v, cu_seqlens_q, seqused_q, pages, softmax_scale, mask, sm_margin, scores);
+  check_forward_of_cache(q, k, v, cu_seqlens_q, seqused_q, cache, softmax_scale, mask, sm_margin, scores);
   const Tensor out = at::empty(out_sizes(q.sizes(), v.sizes()), q.options());
   const auto sizes = lse_sizes(q.sizes());
   const Tensor softmax_lse = at::empty(without_batch(sizes, /*is_pack=*/true), q.options().dtype(at::kFloat));
-  if (!has_queries(q, {cu_seqlens_q})) {
+  if (q.numel() == 0) {
     out.zero_();
     softmax_lse.fill_(std::numeric_limits<double>::infinity());
     return {out, softmax_lse};
   }
   const PositiveScale scaled(q, softmax_scale);
-  const Pages of_kernels{pages.block_table.contiguous(), pages.seqused_k, pages.page_rows, pages.page_distance};
-  call_flat(DASH_OP("dash_attn_C::forward_of_pages", PagesKernelOp), addressable(scaled.q), addressable(k),
-            addressable(v), out, softmax_lse, cu_seqlens_q, seqused_q, of_kernels, for_kernels(scores),
-            scaled.softmax_scale, scores.softcap, mask, sm_margin.expect_int());
+  const Cache of_kernels{contiguous(cache.block_table), cache.seqused_k, cache.page_rows, cache.page_distance};
+  call_kernels(DASH_OP("dash_attn_C::forward_of_cache", CacheKernelOp), addressable(scaled.q), addressable(k),
+               addressable(v), out, softmax_lse, cu_seqlens_q, seqused_q, of_kernels, for_kernels(scores),
+               scaled.softmax_scale, scores.softcap, mask, sm_margin.expect_int());
   return {out, softmax_lse};
 }
 
-inline Outputs forward_of_pages_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
-                                     OptionalTensor seqused_q, const Pages& pages, double softmax_scale,
+inline Outputs forward_of_cache_meta(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor cu_seqlens_q,
+                                     OptionalTensor seqused_q, const Cache& cache, double softmax_scale,
                                      const MaskArguments& mask, SymInt sm_margin, const ScoreArguments& scores) {
-  check_forward_of_pages(q, k, v, cu_seqlens_q, seqused_q, pages, softmax_scale, mask, sm_margin, scores);
+  check_forward_of_cache(q, k, v, cu_seqlens_q, seqused_q, cache, softmax_scale, mask, sm_margin, scores);
   const auto sizes = lse_sizes(q.sym_sizes());
   return {at::empty_symint(out_sizes(q.sym_sizes(), v.sym_sizes()), q.options()),
           at::empty_symint(without_batch(sizes, /*is_pack=*/true), q.options().dtype(at::kFloat))};
+}
+
+// Writes new rows of k and v, (rows, kv_heads, head_dim), into a cache after the keys that its sequences have, and
+// returns how many they have then. The arguments are those that dash_attn/cache_checks.py lets pass.
+inline Tensor append(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v,
+                     const Tensor& seqlens, OptionalTensor cu_seqlens, OptionalTensor block_table, SymInt sm_margin) {
+  // Where one of them is saved for somebody's derivative, that it is overwritten is noticed.
+  for (const Tensor& cache : {k_cache, v_cache}) {
+    TORCH_CHECK(!cache.is_inference() || c10::InferenceMode::is_enabled(),
+                "k_cache and v_cache must not be inference tensors outside of torch.inference_mode(), got one");
+    if (!cache.is_inference()) { cache.unsafeGetTensorImpl()->bump_version(); }
+  }
+  const Tensor ends = at::empty_like(seqlens);
+  DASH_OP("dash_attn_C::append", AppendKernelOp)
+      .call(k_cache, v_cache, k, v, ends, seqlens, contiguous(cu_seqlens), contiguous(block_table),
+            sm_margin.expect_int());
+  return ends;
+}
+
+inline Tensor append_meta(const Tensor& /*k_cache*/, const Tensor& /*v_cache*/, const Tensor& /*k*/,
+                          const Tensor& /*v*/, const Tensor& seqlens, OptionalTensor /*cu_seqlens*/,
+                          OptionalTensor /*block_table*/, SymInt /*sm_margin*/) {
+  return at::empty_like(seqlens);
 }
 
 // What a backward writes has memory of its own.
@@ -359,10 +405,10 @@ inline void backward(const BackwardTensors& x, const PackTensors& pack, double s
   const Tensor targets[] = {target_of(x.dq), target_of(x.dk), target_of(x.dv)};
   const BackwardTensors of_kernels{addressable(x.dout), addressable(scaled.q), addressable(x.k), addressable(x.v),
                                    addressable(x.out), x.softmax_lse.contiguous(), targets[0], targets[1], targets[2]};
-  call_flat(DASH_OP("dash_attn_C::backward", BackwardKernelOp), of_kernels, pack, for_kernels(scores),
-            ScoreGradients{contiguous(dsoftmax_lse), dsinks}, scaled.softmax_scale, softcap, mask,
-            static_cast<int64_t>(policy), sm_margin.expect_int(),
-            for_kernels(dropout, x.q, x.k, pack, mask, sm_margin), columns_for_kernels(columns));
+  call_kernels(DASH_OP("dash_attn_C::backward", BackwardKernelOp), of_kernels, pack, for_kernels(scores),
+               ScoreGradients{contiguous(dsoftmax_lse), dsinks}, scaled.softmax_scale, softcap, mask,
+               static_cast<int64_t>(policy), sm_margin.expect_int(),
+               for_kernels(dropout, x.q, x.k, pack, mask, sm_margin), columns_for_kernels(columns));
   if (scaled.sign != 1) { targets[0].mul_(scaled.sign); }
   for (int i = 0; i < 3; ++i) {
     if (!targets[i].is_same(gradients[i])) { gradients[i].copy_(targets[i]); }

@@ -90,7 +90,7 @@ const int* integers(OptionalTensor tensor, const char* name, int64_t size, int32
 using PackTensors = PackTensorsOf<Tensor>;
 using ScoreTensors = ScoreTensorsOf<Tensor>;
 using Dropout = DropoutOf<Tensor>;
-using Pages = PagesOf<Tensor>;
+using Cache = CacheOf<Tensor>;
 
 // What both backward ops read.
 struct BackwardInputs {
@@ -151,7 +151,8 @@ float* checked_lse(const Tensor& softmax_lse, const char* name, const Shape& que
   return static_cast<float*>(softmax_lse.data_ptr());
 }
 
-// Checks q, k, v, softmax_lse, a pack and what changes scores, and fills in the arguments that follow from them.
+// Checks q, k, v, softmax_lse, a pack and what changes scores, and fills in the arguments that follow from them. Keys
+// in a cache have lengths and no offsets, and their queries need none.
 Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& softmax_lse,
                    const PackTensors& pack, const ScoreTensors& scores, double softcap, double softmax_scale,
                    const MaskArguments& mask, int64_t sm_margin, AttentionArguments& arguments) {
@@ -160,7 +161,7 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   const ScalarType dtype = q.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, "q must be bfloat16 or float16");
   const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k] = pack;
-  const bool is_pack = cu_seqlens_q.has_value();
+  const bool is_pack = cu_seqlens_q || seqused_k;
   const int64_t rank = is_pack ? 3 : 4;
   STD_TORCH_CHECK(q.dim() == rank && k.dim() == rank && v.dim() == rank, "q, k and v must have ", rank,
                   " dimensions, got ", q.dim(), ", ", k.dim(), " and ", v.dim());
@@ -168,14 +169,17 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   const Shape key = {query.batch, of_k.seqlen, of_k.heads, query.head_dim};
   const Shape value = key.with_head_dim(v.size(rank - 1)), out = query.with_head_dim(value.head_dim);
 
-  STD_TORCH_CHECK(is_pack == cu_seqlens_k.has_value(), "cu_seqlens_q and cu_seqlens_k must be given both or neither");
-  STD_TORCH_CHECK(is_pack || !(seqused_q || seqused_k), "seqused_q and seqused_k need cu_seqlens");
-  STD_TORCH_CHECK(!is_pack || cu_seqlens_q->dim() == 1, "cu_seqlens_q must have one dimension");
-  const int64_t batch = is_pack ? cu_seqlens_q->size(0) - 1 : query.batch;
+  STD_TORCH_CHECK(is_pack || !seqused_q, "seqused_q needs cu_seqlens");
+  STD_TORCH_CHECK(!cu_seqlens_q || cu_seqlens_q->dim() == 1, "cu_seqlens_q must have one dimension");
+  const int64_t batch = cu_seqlens_q ? cu_seqlens_q->size(0) - 1 : is_pack ? seqused_k->numel() : query.batch;
   arguments.batch = to_int(batch, "batch");
+  const int64_t rows_q = is_pack && !cu_seqlens_q ? to_int(query.seqlen, "seqlen_q") / batch : 0;
+  STD_TORCH_CHECK(!is_pack || cu_seqlens_q || (rows_q > 0 && rows_q * batch == query.seqlen),
+                  "the rows of q must be a multiple of the ", batch, " sequences, got ", query.seqlen);
   arguments.pack = {integers(cu_seqlens_q, "cu_seqlens_q", batch + 1, device),
                     integers(cu_seqlens_k, "cu_seqlens_k", batch + 1, device),
-                    integers(seqused_q, "seqused_q", batch, device), integers(seqused_k, "seqused_k", batch, device)};
+                    integers(seqused_q, "seqused_q", batch, device), integers(seqused_k, "seqused_k", batch, device),
+                    static_cast<int>(rows_q)};
   arguments.seqlen_q = to_int(query.seqlen, "seqlen_q");
   arguments.seqlen_k = to_int(key.seqlen, "seqlen_k");
   STD_TORCH_CHECK(arguments.seqlen_q < kUnbounded && arguments.seqlen_k < kUnbounded, "q and k must have fewer than ",
@@ -199,6 +203,13 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   arguments.num_sms = usable_sms(device, sm_margin, "q");
   arguments.sm_margin = static_cast<int>(sm_margin);
   return {device, dtype, query, key, value, out};
+}
+
+void require_both_offsets(const PackTensors& pack) {
+  const bool is_pack = pack.cu_seqlens_q.has_value();
+  STD_TORCH_CHECK(is_pack == pack.cu_seqlens_k.has_value(),
+                  "cu_seqlens_q and cu_seqlens_k must be given both or neither");
+  STD_TORCH_CHECK(is_pack || !pack.seqused_k, "seqused_k needs cu_seqlens");
 }
 
 void read_dropout(const Dropout& dropout, const Inputs& inputs, AttentionArguments& arguments) {
@@ -279,6 +290,7 @@ class Workspace {
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse, const PackTensors& pack,
              const ScoreTensors& scores, double softmax_scale, double softcap, const MaskArguments& mask,
              int64_t sm_margin, const Dropout& dropout, OptionalTensor columns, OptionalTensor max_logits) {
+  require_both_offsets(pack);
   ForwardArguments arguments{};
   const Inputs inputs =
       read_inputs(q, k, v, softmax_lse, pack, scores, softcap, softmax_scale, mask, sm_margin, arguments);
@@ -291,30 +303,36 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tens
   run_forward(arguments, workspace.allocator(), current_stream(inputs.device));
 }
 
-// The forward of a pack whose keys lie in pages. The rows of k and v are those of all pages.
-void forward_of_pages(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse,
-                      const Tensor& cu_seqlens_q, OptionalTensor seqused_q, const Pages& pages,
+// The pages of a call with keys in a cache, whose rows are those of k.
+PageTable pages_of(const Cache& cache, const AttentionArguments& arguments, int32_t device) {
+  const auto& [table, seqused_k, page_rows, page_distance] = cache;
+  if (table) {
+    check_device(*table, "block_table", device);
+    STD_TORCH_CHECK(table->scalar_type() == ScalarType::Int && table->dim() == 2 && table->is_contiguous() &&
+                        table->size(0) == arguments.batch && table->size(1) >= 1,
+                    "block_table must be contiguous int32 (", arguments.batch, ", max_pages), with at least one page");
+  }
+  const int64_t most = table ? table->size(1) : 1, pages = table ? 1 : arguments.batch;
+  STD_TORCH_CHECK(page_rows >= 1 && page_distance >= page_rows && most * page_rows < kUnbounded &&
+                      page_distance < kUnbounded && (pages - 1) * page_distance + page_rows <= arguments.seqlen_k &&
+                      (most <= 1 || page_rows % PageTable::kBoxRows == 0),
+                  "no page can have ", page_rows, " rows at a distance of ", page_distance, ", with ", most,
+                  " pages of a sequence and ", arguments.seqlen_k, " rows in all");
+  return {table ? static_cast<const int*>(table->data_ptr()) : nullptr, static_cast<int>(most),
+          static_cast<int>(page_rows), static_cast<int>(page_distance)};
+}
+
+// The forward of a pack whose keys lie in a cache. The rows of k and v are those of all pages.
+void forward_of_cache(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse,
+                      OptionalTensor cu_seqlens_q, OptionalTensor seqused_q, const Cache& cache,
                       const ScoreTensors& scores, double softmax_scale, double softcap, const MaskArguments& mask,
                       int64_t sm_margin) {
   ForwardArguments arguments{};
-  // Offsets that are right for queries stand for those of keys, of which there are none.
-  const PackTensors pack{cu_seqlens_q, cu_seqlens_q, seqused_q, pages.seqused_k};
+  const PackTensors pack{cu_seqlens_q, std::nullopt, seqused_q, cache.seqused_k};
   const Inputs inputs =
       read_inputs(q, k, v, softmax_lse, pack, scores, softcap, softmax_scale, mask, sm_margin, arguments);
-  arguments.pack.cu_seqlens_k = nullptr;
   arguments.out = view_of(out, "out", inputs.out, inputs.dtype, inputs.device);
-  const Tensor& table = pages.block_table;
-  check_device(table, "block_table", inputs.device);
-  STD_TORCH_CHECK(table.scalar_type() == ScalarType::Int && table.dim() == 2 && table.is_contiguous() &&
-                      table.size(0) == arguments.batch && table.size(1) >= 1,
-                  "block_table must be contiguous int32 (", arguments.batch, ", max_pages), with at least one page");
-  STD_TORCH_CHECK(pages.page_rows >= 1 && pages.page_distance >= pages.page_rows &&
-                      (pages.page_rows % PageTable::kBoxRows == 0 || table.size(1) <= 1) &&
-                      table.size(1) * pages.page_rows < kUnbounded && pages.page_distance < kUnbounded,
-                  "no page can have ", pages.page_rows, " rows at a distance of ", pages.page_distance, ", with ",
-                  table.size(1), " pages of a sequence");
-  arguments.pages = {static_cast<const int*>(table.data_ptr()), static_cast<int>(table.size(1)),
-                     static_cast<int>(pages.page_rows), static_cast<int>(pages.page_distance)};
+  arguments.pages = pages_of(cache, arguments, inputs.device);
   const torch::stable::accelerator::DeviceGuard guard(inputs.device);
   Workspace workspace(inputs.device);
   run_forward(arguments, workspace.allocator(), current_stream(inputs.device));
@@ -324,6 +342,7 @@ void forward_of_pages(const Tensor& q, const Tensor& k, const Tensor& v, Tensor 
 Inputs read_backward(const BackwardInputs& x, const PackTensors& pack, const ScoreTensors& scores, double softcap,
                      double softmax_scale, const MaskArguments& mask, OptionalTensor dsoftmax_lse, int64_t schedule,
                      int64_t sm_margin, BackwardArguments& arguments) {
+  require_both_offsets(pack);
   const Inputs inputs =
       read_inputs(x.q, x.k, x.v, x.softmax_lse, pack, scores, softcap, softmax_scale, mask, sm_margin, arguments);
   arguments.out = view_of(x.out, "out", inputs.out, inputs.dtype, inputs.device);
@@ -419,7 +438,7 @@ void backward_of_chunks(const BackwardInputs& x, Tensor dq_sums, Tensor key_sums
 
 STABLE_TORCH_LIBRARY_IMPL(dash_attn_C, CUDA, library) {
   library.impl("forward", TORCH_BOX(dash_attn::flat<&dash_attn::forward>));
-  library.impl("forward_of_pages", TORCH_BOX(dash_attn::flat<&dash_attn::forward_of_pages>));
+  library.impl("forward_of_cache", TORCH_BOX(dash_attn::flat<&dash_attn::forward_of_cache>));
   library.impl("backward", TORCH_BOX(dash_attn::flat<&dash_attn::backward>));
   library.impl("backward_of_chunks", TORCH_BOX(dash_attn::flat<&dash_attn::backward_of_chunks>));
 }

@@ -1,6 +1,7 @@
-// Plans a pass under a mask by key columns, in two kernels. The first reads the caller's tensor once: it writes the
-// queries that each key hides, and for each KV tile which query tiles it visits. The second writes for each query tile
-// which KV tiles are live. Both only evaluate contract/columns.h, for all sequences and mask heads, on the device.
+// Plans a pass under a mask by key columns, on the device. A CTA plans one sequence for one head of the
+// mask. It reads the caller's tensor once: a warp for each KV tile writes the queries that its keys hide, and which
+// query tiles it visits. When the whole CTA has done so, a warp for each query tile writes which KV tiles are live.
+// All of this only evaluates contract/columns.h.
 #pragma once
 
 #include "../contract/columns.h"
@@ -10,16 +11,18 @@
 
 namespace dash_attn::columns {
 
-constexpr int kPlanThreads = 128;
+constexpr int kPlanThreads = 512;
 constexpr int kPlanWarps = kPlanThreads / 32;
-constexpr int kWordsAtOnce = 4;  // whose KV tiles a lane loads together
+constexpr int kMostBounds = 4;         // of a key
+constexpr int kKeysOfLane = 4;         // at most
+constexpr int kWordsAtOnce = 4;        // whose KV tiles a lane loads together
 
-constexpr bool has_a_thread_for_each_key(HeadDims dims) {
-  return backward_tile_shape(dims).key <= kPlanThreads && forward_tile_shape(dims).key <= kPlanThreads;
+constexpr bool has_a_lane_for_each_key(HeadDims dims) {
+  return max_int(backward_tile_shape(dims).key, forward_tile_shape(dims).key) <= 32 * kKeysOfLane;
 }
-static_assert(has_a_thread_for_each_key({64, 64}) && has_a_thread_for_each_key({96, 96}) &&
-              has_a_thread_for_each_key({128, 128}) && has_a_thread_for_each_key({192, 128}) &&
-              has_a_thread_for_each_key({192, 192}) && has_a_thread_for_each_key({256, 256}));
+static_assert(has_a_lane_for_each_key({64, 64}) && has_a_lane_for_each_key({96, 96}) &&
+              has_a_lane_for_each_key({128, 128}) && has_a_lane_for_each_key({192, 128}) &&
+              has_a_lane_for_each_key({192, 192}) && has_a_lane_for_each_key({256, 256}));
 
 struct PlanParams {
   // startend_row_indices of the caller, in elements. A pack's begin with the first row of all.
@@ -33,20 +36,37 @@ struct PlanParams {
   Tiling tiling;
   Window window;
   ColumnArrays arrays;
+  int* counter;  // set to zero, or null
+};
 
-  __device__ bool is_pack() const { return k.cu_seqlens != nullptr; }
-  __device__ TileGrid grid(int sequence) const {
-    return {tiling, {MaskKind::kColumns, window, {q.count(sequence), k.count(sequence)}}};
-  }
-  __device__ const int* bounds_of(int mask_head, int sequence, int key) const {
-    const int row = is_pack() ? k.first(sequence) + key : key;
-    return bounds + sequence * batch_stride + mask_head * head_stride + int64_t(row) * per_key;
+// What all lanes share, and the arrays from the sequence's first entry on.
+struct PlannedSequence {
+  TileGrid grid;
+  const int* bounds;
+  HiddenQueries* hidden;
+  ColumnTile* kv_tiles;
+  LiveTiles* query_tiles;
+  LiveWord* words;
+
+  __device__ __forceinline__ PlannedSequence(const PlanParams& params, int sequence, int mask_head) {
+    const ColumnArrays& arrays = params.arrays;
+    const int first_q = params.q.first(sequence), first_k = params.k.first(sequence);
+    const int first_of_bounds = params.k.cu_seqlens ? first_k : 0;
+    const int64_t first_tile = mask_head * arrays.sizes.query_numbers +
+                               TileNumbers{params.tiling.query}.first(sequence, first_q);
+    grid = {params.tiling, {MaskKind::kColumns, params.window, {params.q.count(sequence), params.k.count(sequence)}}};
+    bounds = params.bounds + sequence * params.batch_stride + mask_head * params.head_stride +
+             int64_t(first_of_bounds) * params.per_key;
+    hidden = arrays.hidden + mask_head * arrays.sizes.key_rows + first_k;
+    kv_tiles = arrays.kv_tiles + mask_head * arrays.sizes.kv_numbers +
+               TileNumbers{params.tiling.key}.first(sequence, first_k);
+    query_tiles = arrays.query_tiles + first_tile;
+    words = arrays.words + first_tile * arrays.sizes.words_of_tile;
   }
 };
 
-// Combines what the keys of the block's threads hide. Valid in thread 0.
-__device__ __forceinline__ HiddenByTile combine_block(HiddenByTile own) {
-  __shared__ HiddenByTile of_warp[kPlanWarps];
+// What the keys of all lanes hide, of what those of each lane do.
+__device__ __forceinline__ HiddenByTile combine_warp(HiddenByTile own) {
   const auto largest = [](int x) { return int(__reduce_max_sync(0xffffffff, uint32_t(x))); };
   const auto smallest = [](int x) { return int(__reduce_min_sync(0xffffffff, uint32_t(x))); };
 #pragma unroll
@@ -54,34 +74,41 @@ __device__ __forceinline__ HiddenByTile combine_block(HiddenByTile own) {
     own.all[i] = {largest(own.all[i].first), smallest(own.all[i].end)};
     own.some[i] = {smallest(own.some[i].first), largest(own.some[i].end)};
   }
-  __syncthreads();  // thread 0 has read the previous ones
-  if (threadIdx.x % 32 == 0) { of_warp[threadIdx.x / 32] = own; }
-  __syncthreads();
-  for (int warp = 1; threadIdx.x == 0 && warp < kPlanWarps; ++warp) { own = own.with(of_warp[warp]); }
   return own;
 }
 
-// A block for each KV tile.
-__global__ void __launch_bounds__(kPlanThreads) plan_keys_kernel(const __grid_constant__ PlanParams params) {
-  ptx::launch_dependents();  // which wait for this kernel's end
-  const TileNumbers numbers{params.tiling.key};
-  const int count = int(params.arrays.sizes.kv_numbers);
-  for (int place = blockIdx.x; place < params.mask_heads * count; place += gridDim.x) {
-    const int mask_head = place / count, number = place - mask_head * count;
-    const int sequence = numbers.sequence_of(number, params.k, params.batch);
-    const int first_row = params.k.first(sequence), kv_tile = number - numbers.first(sequence, first_row);
-    const TileGrid grid = params.grid(sequence);
-    if (!Range{0, grid.kv_tiles()}.contains(kv_tile)) { continue; }
-    const int key = kv_tile * params.tiling.key + int(threadIdx.x);
-    HiddenByTile own = HiddenByTile::of_no_keys();
-    if (int(threadIdx.x) < params.tiling.key && key < grid.mask.sequence.seqlen_k) {
-      const HiddenQueries hidden = hidden_queries(params.bounds_of(mask_head, sequence, key), params.per_key,
-                                                  params.causal, grid.mask.sequence.seqlen_q);
-      params.arrays.hidden[mask_head * params.arrays.sizes.key_rows + first_row + key] = hidden;
-      own = HiddenByTile::of_key(hidden);
+// Called by a warp.
+template <Pass kPass>
+__device__ __forceinline__ void plan_kv_tile(const PlanParams& params, const PlannedSequence& planned, int kv_tile) {
+  const TileGrid& grid = planned.grid;
+  const int first_key = kv_tile * grid.tiling.key + int(threadIdx.x) % 32;
+  const int end_key = min_int((kv_tile + 1) * grid.tiling.key, grid.mask.sequence.seqlen_k);
+  int bounds[kKeysOfLane][kMostBounds];  // loaded together
+#pragma unroll
+  for (int i = 0; i < kKeysOfLane; ++i) {
+    const int key = first_key + 32 * i;
+#pragma unroll
+    for (int j = 0; j < kMostBounds; ++j) {
+      const bool exists = key < end_key && j < params.per_key;
+      bounds[i][j] = exists ? planned.bounds[int64_t(key) * params.per_key + j] : 0;
     }
-    const HiddenByTile of_tile = combine_block(own);
-    if (threadIdx.x == 0) { params.arrays.kv_tiles[place] = column_tile(grid, kv_tile, of_tile); }
+  }
+  HiddenByTile own = HiddenByTile::of_no_keys();
+#pragma unroll
+  for (int i = 0; i < kKeysOfLane; ++i) {
+    const int key = first_key + 32 * i;
+    if (key >= end_key) { break; }
+    const HiddenQueries hidden = hidden_queries(bounds[i], params.per_key, params.causal,
+                                                grid.mask.sequence.seqlen_q);
+    planned.hidden[key] = hidden;
+    own = own.with(HiddenByTile::of_key(hidden));
+  }
+  const HiddenByTile of_tile = combine_warp(own);
+  if (threadIdx.x % 32 != 0) { return; }
+  if constexpr (kPass == Pass::kForward) {
+    planned.kv_tiles[kv_tile].hidden = of_tile;
+  } else {
+    planned.kv_tiles[kv_tile] = column_tile(grid, kv_tile, of_tile);
   }
 }
 
@@ -92,59 +119,99 @@ __device__ __forceinline__ void extend(Range& ranks, uint32_t own, uint32_t live
   ranks.count = before + __popc(live & (~0u >> __clz(own))) - ranks.first;
 }
 
-// A warp for each query tile.
-__global__ void __launch_bounds__(kPlanThreads) plan_queries_kernel(const __grid_constant__ PlanParams params) {
-  ptx::launch_dependents();  // which wait for this kernel's end
-  ptx::wait_for_previous_kernel();
-  const TileNumbers numbers{params.tiling.query};
-  const int count = int(params.arrays.sizes.query_numbers), lane = threadIdx.x % 32;
-  int place = blockIdx.x * kPlanWarps + int(threadIdx.x) / 32;
-  for (; place < params.mask_heads * count; place += gridDim.x * kPlanWarps) {
-    const int mask_head = place / count, number = place - mask_head * count;
-    const int sequence = numbers.sequence_of(number, params.q, params.batch);
-    const int query_tile = number - numbers.first(sequence, params.q.first(sequence));
-    const TileGrid grid = params.grid(sequence);
-    if (!Range{0, grid.query_tiles()}.contains(query_tile)) { continue; }
-    const int first_number = TileNumbers{params.tiling.key}.first(sequence, params.k.first(sequence));
-    const ColumnTile* const kv_tiles =
-        params.arrays.kv_tiles + mask_head * params.arrays.sizes.kv_numbers + first_number;
-    LiveWord* const words = params.arrays.words + place * params.arrays.sizes.words_of_tile;
-    const Range visited = grid.kv_tiles_of(query_tile);
-    TilePart parts[kMostParts];
+// Called by a warp.
+template <Pass kPass>
+__device__ __forceinline__ void plan_query_tile(const PlannedSequence& planned, int words_of_tile, int query_tile) {
+  const TileGrid& grid = planned.grid;
+  const int lane = threadIdx.x % 32;
+  const QueryInterval queries =
+      queries_of_tile(kPass, query_tile, grid.tiling.query, grid.mask.sequence.seqlen_q);
+  const Range visited = grid.kv_tiles_of_queries(queries.first, queries.end);
+  LiveWord* const words = planned.words + int64_t(query_tile) * words_of_tile;
+  TilePart parts[kMostParts];
+  if constexpr (kPass == Pass::kForward) {
 #pragma unroll
-    for (int part = 0; part < kMostParts; ++part) { parts[part] = TilePart::of(grid, query_tile, part); }
-    LiveTiles tiles{0, -1, {}};
-    const int words_end = ceil_div(visited.end(), LiveWord::kTiles);
-    for (int first_word = visited.first / LiveWord::kTiles; first_word < words_end; first_word += kWordsAtOnce) {
-      ColumnTile of_words[kWordsAtOnce];
+    for (int part = 0; part < kMostParts; ++part) { parts[part] = TilePart::of(grid, queries, part); }
+  }
+  LiveTiles tiles{0, -1, {}};
+  const int words_end = ceil_div(visited.end(), LiveWord::kTiles);
+  for (int first_word = visited.first / LiveWord::kTiles; first_word < words_end; first_word += kWordsAtOnce) {
+    HiddenByTile of_words[kWordsAtOnce];
+    bool is_live[kWordsAtOnce];
 #pragma unroll
-      for (int i = 0; i < kWordsAtOnce; ++i) {
-        const int kv_tile = (first_word + i) * LiveWord::kTiles + lane;
-        if (visited.contains(kv_tile)) { of_words[i] = kv_tiles[kv_tile]; }
-      }
+    for (int i = 0; i < kWordsAtOnce; ++i) {
+      const int kv_tile = (first_word + i) * LiveWord::kTiles + lane;
+      is_live[i] = visited.contains(kv_tile);
+      if (is_live[i]) { of_words[i] = planned.kv_tiles[kv_tile].hidden; }
+    }
 #pragma unroll
-      for (int i = 0; i < kWordsAtOnce; ++i) {
-        const int word = first_word + i, kv_tile = word * LiveWord::kTiles + lane;
-        if (word >= words_end) { break; }
-        const ColumnTile& tile = of_words[i];
-        const bool is_live = visited.contains(kv_tile) && !tile.visits.skips(query_tile);
-        const uint32_t live = __ballot_sync(0xffffffff, is_live);
-        if (live == 0) { continue; }  // nobody reads the word
-        const bool is_masked = is_live && tile.needs_masking(grid, query_tile, kv_tile);
-        LiveWord planned{live, __ballot_sync(0xffffffff, is_masked), tiles.count, tiles.last_word, {}};
+    for (int i = 0; i < kWordsAtOnce; ++i) {
+      const int word = first_word + i, kv_tile = word * LiveWord::kTiles + lane;
+      if (word >= words_end) { break; }
+      const HiddenByTile& hidden = of_words[i];
+      is_live[i] = is_live[i] && !hidden.hides_all(queries);
+      const uint32_t live = __ballot_sync(0xffffffff, is_live[i]);
+      if (live == 0) { continue; }  // nobody reads the word
+      LiveWord of_word{live, 0, tiles.count, tiles.last_word, {}};
+      if constexpr (kPass == Pass::kForward) {
 #pragma unroll
         for (int part = 0; part < kMostParts; ++part) {
-          const uint32_t own = __ballot_sync(0xffffffff, is_live && parts[part].sees(kv_tile, tile.hidden));
+          const uint32_t own = __ballot_sync(0xffffffff, is_live[i] && parts[part].sees(kv_tile, hidden));
           if (own != 0) { extend(tiles.of_part[part], own, live, tiles.count); }
-          const bool is_hidden = is_live && tile.hidden.hides_any(parts[part].queries);
-          planned.hidden[part] = __ballot_sync(0xffffffff, is_hidden);
+          const bool is_hidden = is_live[i] && hidden.hides_any(parts[part].queries);
+          of_word.hidden[part] = __ballot_sync(0xffffffff, is_hidden);
         }
-        if (lane == 0) { words[word] = planned; }
-        tiles.count += __popc(live);
-        tiles.last_word = word;
+      } else {
+        const bool is_masked = is_live[i] && (hidden.hides_any(queries) || grid.needs_masking(query_tile, kv_tile));
+        of_word.masked = __ballot_sync(0xffffffff, is_masked);
       }
+      if (lane == 0) { words[word] = of_word; }
+      tiles.count += __popc(live);
+      tiles.last_word = word;
     }
-    if (lane == 0) { params.arrays.query_tiles[place] = tiles; }
+  }
+  if (lane == 0) { planned.query_tiles[query_tile] = tiles; }
+}
+
+// How many KV tiles from the first one on visit more than twice as many query tiles as the mean KV tile, if they are
+// few: those of a question that many answers share, for example. Called by a warp, when all visits have been written.
+__device__ __forceinline__ int count_long_tiles(const PlannedSequence& planned) {
+  constexpr int kMostWords = 2;
+  const int kv_tiles = planned.grid.kv_tiles(), lane = threadIdx.x % 32;
+  int visits = 0, long_tiles = 0;
+  for (int tile = lane; tile < kv_tiles; tile += 32) { visits += planned.kv_tiles[tile].visits.count; }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) { visits += __shfl_xor_sync(0xffffffff, visits, distance); }
+#pragma unroll
+  for (int word = 0; word < kMostWords; ++word) {
+    const int tile = 32 * word + lane;
+    const bool is_long =
+        tile < kv_tiles && int64_t{planned.kv_tiles[tile].visits.count} * kv_tiles > int64_t{2} * visits;
+    const uint32_t found = __ballot_sync(0xffffffff, is_long);
+    if (long_tiles == 32 * word) { long_tiles += __popc(found & ~(found + 1)); }  // from the lowest bit on
+  }
+  return long_tiles < 32 * kMostWords ? long_tiles : 0;
+}
+
+template <Pass kPass>
+__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams params) {
+  ptx::launch_dependents();  // which wait for this kernel's end
+  if (params.counter && blockIdx.x == 0 && threadIdx.x == 0) { *params.counter = 0; }
+  const int warp = int(threadIdx.x) / 32;
+  for (int place = blockIdx.x; place < params.batch * params.mask_heads; place += int(gridDim.x)) {
+    const int sequence = place / params.mask_heads;
+    const PlannedSequence planned(params, sequence, place - sequence * params.mask_heads);
+    for (int tile = warp; tile < planned.grid.kv_tiles(); tile += kPlanWarps) {
+      plan_kv_tile<kPass>(params, planned, tile);
+    }
+    __syncthreads();
+    for (int tile = warp; tile < planned.grid.query_tiles(); tile += kPlanWarps) {
+      plan_query_tile<kPass>(planned, int(params.arrays.sizes.words_of_tile), tile);
+    }
+    if (kPass == Pass::kBackward && params.mask_heads == 1 && warp == kPlanWarps - 1) {
+      const int long_tiles = count_long_tiles(planned);
+      if (threadIdx.x % 32 == 0 && planned.grid.kv_tiles() > 0) { planned.kv_tiles[0].long_tiles = long_tiles; }
+    }
   }
 }
 

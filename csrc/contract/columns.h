@@ -131,6 +131,7 @@ DASH_HOST_DEVICE constexpr LiveVisits live_visits(TileGrid const& grid, int kv, 
 struct alignas(16) ColumnTile {
   LiveVisits visits;
   HiddenByTile hidden;
+  int long_tiles;  // of the sequence's first tile: TileScheduler::place_long_tiles_first
 
   // Whether elements of a live tile must be masked one by one.
   DASH_HOST_DEVICE constexpr bool needs_masking(TileGrid const& grid, int query_tile, int kv) const {
@@ -140,7 +141,7 @@ struct alignas(16) ColumnTile {
 };
 
 DASH_HOST_DEVICE constexpr ColumnTile column_tile(TileGrid const& grid, int kv, HiddenByTile const& hidden) {
-  return {live_visits(grid, kv, hidden), hidden};
+  return {live_visits(grid, kv, hidden), hidden, 0};
 }
 
 static_assert(std::is_trivially_copyable_v<ColumnTile> && sizeof(HiddenQueries) == 16 && sizeof(ColumnTile) == 64);

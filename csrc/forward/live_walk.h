@@ -60,13 +60,12 @@ struct TilesToWalk {
 
 class LiveWalk {
  public:
-  __device__ __forceinline__ LiveWalk(const KernelParams& params, const AnnouncedTile& tile, int kv_head) {
-    const int tile_positions = params.scheduler.tile_positions;
+  // `query_tile`: the number of `tile` in its sequence.
+  __device__ __forceinline__ LiveWalk(const KernelParams& params, const AnnouncedTile& tile, int query_tile,
+                                      int kv_head) {
     const int first_row = params.pack.is_pack() ? tile.rows.outer - tile.sequence.seqlen_q
                                                 : tile.number * tile.sequence.seqlen_q;
-    // Tiles begin at the first query (fixes_rows_of_tiles).
-    const int query_tile = tile.end / tile_positions - 1;
-    const int number = TileNumbers{tile_positions}.first(tile.number, first_row) + query_tile;
+    const int number = TileNumbers{params.scheduler.tile_positions}.first(tile.number, first_row) + query_tile;
     tiles_ = params.columns.live_tiles(kv_head, number);
     words_ = params.columns.words_of(kv_head, number);
     left_ = tiles_.count;

@@ -158,10 +158,12 @@ class Loader {
     }
   }
 
-  // The same under a mask by key columns, in the same order.
-  __device__ __forceinline__ int load_live_tiles(const Tile& tile, int next_round) {
-    const int kv_head = params_.scheduler.kv_head(tile.head_group);
-    LiveWalk walk(params_, tile, kv_head);
+  // The same under a mask by key columns, in the same order, for the plan's query tile with the number of `tile`.
+  __device__ __forceinline__ int load_live_tiles(Tile tile, int next_round) {
+    const int kv_head = params_.scheduler.kv_head(tile.head_group), rows = params_.scheduler.tile_positions;
+    const int query_tile = tile.end / rows - 1;
+    tile.end = end_of_query_tile(Pass::kForward, query_tile, rows, tile.sequence.seqlen_q);
+    LiveWalk walk(params_, tile, query_tile, kv_head);
     announced_ = {walk.tiles(), params_.columns.keys(kv_head, first_key_row(tile))};
     const bool k_first = Variant::kQueryStages == 1 && walk.left() > 0;
     if (!k_first) { load_q(tile); }

@@ -14,11 +14,13 @@
 
 namespace dash_attn {
 
-// The lengths of a pack's sequences, on the device; cu_seqlens are null in a dense batch. Sequence i begins at row
-// cu_seqlens[i] and has seqused[i] rows, or, where that is null, all up to cu_seqlens[i + 1].
+// The lengths of a pack's sequences, on the device; all are null in a dense batch. Sequence i begins at row
+// cu_seqlens[i] and has seqused[i] rows, or, where that is null, all up to cu_seqlens[i + 1]. Before keys in a cache,
+// sequences may follow each other with `rows_q` queries each, without cu_seqlens_q.
 struct PackLengths {
-  const int *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1); the latter null too where keys lie in pages
+  const int *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1); the latter null where keys lie in a cache
   const int *seqused_q, *seqused_k;        // (batch), or null
+  int rows_q;                              // 0 with cu_seqlens_q
 };
 
 // The bits of dropout (csrc/dropout/mask.h), and what is kept is multiplied with 1 / (1 - p); null where nothing is
@@ -61,7 +63,7 @@ struct AttentionArguments {
 
   bool drops() const { return dropout.bits != nullptr; }
   bool has_columns() const { return columns.bounds != nullptr; }
-  bool is_pack() const { return pack.cu_seqlens_q != nullptr; }
+  bool is_pack() const { return pack.cu_seqlens_q || pack.rows_q > 0; }
   HeadDims padded_head_dims() const { return dash_attn::padded_head_dims(head_dims.qk, head_dims.v); }
   Sequence sequence() const { return {seqlen_q, seqlen_k}; }  // of a dense batch
   RowsOfCall query_rows() const { return {batch, seqlen_q, is_pack()}; }
@@ -70,11 +72,12 @@ struct AttentionArguments {
 };
 
 struct ForwardArguments : AttentionArguments {
-  // Where keys lie in pages, the rows of k and v are those of all pages, a sequence has seqused_k keys, and there are
-  // no cu_seqlens_k.
+  // Where keys lie in a cache, the rows of k and v are those of all pages, a sequence has seqused_k keys, and there are
+  // no cu_seqlens_k. Without a table, each sequence has a page, in their order.
   PageTable pages;
   float* max_logits;  // (batch, heads), filled with -inf; or null where they are not wanted
 
+  bool reads_cache() const { return pages.page_rows > 0; }
   // Only the kernels for masks by key columns find the largest logits.
   bool needs_column_kernel() const { return has_columns() || max_logits; }
 };

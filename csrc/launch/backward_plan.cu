@@ -233,7 +233,7 @@ void run_backward(const BackwardArguments& call, const AllocateWorkspace& alloca
   BackwardPlan plan = plan_backward(call);
   place_workspace(plan, allocate(place_workspace(plan, nullptr)));
   if (call.is_pack()) { launch_pack_plan(plan, stream); }
-  if (call.has_columns()) { launch_column_plan(call, plan.kernel_mask, plan.grid.tiling, plan.columns, stream); }
+  if (call.has_columns()) { launch_column_plan(plan, stream); }
   if (plan.is_order_free()) { launch_statistics(plan, stream); }
   launch_preprocess(plan, stream);
   plan.kernel->launch(plan.params, plan.ctas, plan.starts_early, stream);

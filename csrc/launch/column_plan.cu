@@ -17,6 +17,30 @@ ColumnSizes sizes_of(const AttentionArguments& a, const Tiling& tiling) {
   return column_sizes(a.batch, all_rows(a, a.seqlen_q), all_rows(a, a.seqlen_k), a.seqlen_k, tiling);
 }
 
+// `mask`: the mask that the pass's kernel sees.
+template <Pass kPass>
+void launch_plan(const AttentionArguments& a, const MaskRule& mask, const Tiling& tiling, const ColumnArrays& arrays,
+                 int* counter, cudaStream_t stream) {
+  const ColumnMask& given = a.columns;
+  columns::PlanParams params;
+  params.bounds = given.bounds;
+  params.per_key = given.per_key;
+  params.causal = given.causal;
+  params.batch_stride = given.batch_stride;
+  params.head_stride = given.head_stride;
+  params.q = {a.pack.cu_seqlens_q, a.pack.seqused_q, a.seqlen_q};
+  params.k = {a.pack.cu_seqlens_k, a.pack.seqused_k, a.seqlen_k};
+  params.batch = a.batch;
+  params.mask_heads = mask_heads(a);
+  params.tiling = tiling;
+  params.window = mask.window;
+  params.arrays = arrays;
+  params.counter = counter;
+  const int64_t ctas = int64_t{a.batch} * params.mask_heads;
+  launch("the plan of a mask", columns::plan_kernel<kPass>, params,
+         within_margin(ctas, columns::kPlanThreads, 0, a.num_sms, a.sm_margin), stream);
+}
+
 }  // namespace
 
 void check_column_sizes(const AttentionArguments& a, const Tiling& tiling) {
@@ -43,31 +67,14 @@ ColumnArrays take_column_arrays(WorkspaceAllocator& allocator, const AttentionAr
   return arrays;
 }
 
-void launch_column_plan(const AttentionArguments& a, const MaskRule& mask, const Tiling& tiling,
-                        const ColumnArrays& arrays, cudaStream_t stream) {
-  const ColumnMask& given = a.columns;
-  columns::PlanParams params;
-  params.bounds = given.bounds;
-  params.per_key = given.per_key;
-  params.causal = given.causal;
-  params.batch_stride = given.batch_stride;
-  params.head_stride = given.head_stride;
-  params.q = {a.pack.cu_seqlens_q, a.pack.seqused_q, a.seqlen_q};
-  params.k = {a.pack.cu_seqlens_k, a.pack.seqused_k, a.seqlen_k};
-  params.batch = a.batch;
-  params.mask_heads = mask_heads(a);
-  params.tiling = tiling;
-  params.window = mask.window;
-  params.arrays = arrays;
-  const auto shape = [&](int64_t blocks) {
-    return within_margin(blocks, columns::kPlanThreads, 0, a.num_sms, a.sm_margin);
-  };
-  launch("the plan of the keys of a mask", columns::plan_keys_kernel, params,
-         shape(params.mask_heads * arrays.sizes.kv_numbers), stream);
-  const int64_t query_tiles = params.mask_heads * arrays.sizes.query_numbers;
-  launch("the plan of the queries of a mask", columns::plan_queries_kernel, params,
-         shape((query_tiles + columns::kPlanWarps - 1) / columns::kPlanWarps), stream,
-         {starts_before_previous_ends(a.sm_margin == 0)});
+void launch_column_plan(const ForwardPlan& plan, cudaStream_t stream) {
+  const ForwardArguments& a = plan.call;
+  int* const counter = a.is_pack() ? nullptr : plan.params.tiles_taken;  // the plan of a pack clears it
+  launch_plan<Pass::kForward>(a, a.mask, plan.tiling(), plan.columns, counter, stream);
+}
+
+void launch_column_plan(const BackwardPlan& plan, cudaStream_t stream) {
+  launch_plan<Pass::kBackward>(plan.call, plan.kernel_mask, plan.grid.tiling, plan.columns, nullptr, stream);
 }
 
 }  // namespace dash_attn

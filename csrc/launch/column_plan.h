@@ -3,10 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
-#include "../contract/tile_grid.h"
-#include "../placement/columns.h"
-#include "arguments.h"
-#include "workspace.h"
+#include "backward_plan.h"
+#include "forward_plan.h"
 
 namespace dash_attn {
 
@@ -15,8 +13,8 @@ void check_column_sizes(const AttentionArguments& a, const Tiling& tiling);
 
 ColumnArrays take_column_arrays(WorkspaceAllocator& allocator, const AttentionArguments& a, const Tiling& tiling);
 
-// `mask`: the mask that the pass's kernel sees.
-void launch_column_plan(const AttentionArguments& a, const MaskRule& mask, const Tiling& tiling,
-                        const ColumnArrays& arrays, cudaStream_t stream);
+// Of a dense batch, also clears the counter of tiles.
+void launch_column_plan(const ForwardPlan& plan, cudaStream_t stream);
+void launch_column_plan(const BackwardPlan& plan, cudaStream_t stream);
 
 }  // namespace dash_attn

@@ -24,10 +24,10 @@ int checked_num_tiles(const ForwardArguments& a, int64_t tiles) {
   return int(tiles);
 }
 
-// Keys in pages: as many as their sequences have room for.
+// Keys in a cache: as many as their sequences have room for.
 PackRows rows_of_sequences(const ForwardArguments& a) {
   PackRows rows = pack_rows(a);
-  if (a.pages.exists()) {
+  if (a.reads_cache()) {
     rows.total_k = int(std::min<int64_t>(int64_t{a.pages.capacity()} * a.batch, kUnbounded));
   }
   return rows;
@@ -55,7 +55,7 @@ bool short_tiles_pay(const ForwardPlan& plan) {
   constexpr int kEnoughKeys = 2048, kManyTilesOfCta = 3;
   const ForwardArguments& a = plan.call;
   const forward::QueryTileScheduler& s = plan.params.scheduler;
-  const int mean_keys = a.is_pack() ? a.seqlen_k / a.batch : a.seqlen_k;
+  const int mean_keys = a.reads_cache() ? a.pages.capacity() : a.is_pack() ? a.seqlen_k / a.batch : a.seqlen_k;
   return s.tile_positions << s.group_shift == kWarpgroupRows && s.first_is_short && !a.needs_column_kernel() &&
          (a.pages.exists() || (mean_keys >= kEnoughKeys && num_tiles(s) < kManyTilesOfCta * int64_t{a.num_sms}));
 }
@@ -141,12 +141,12 @@ void run_forward(const ForwardArguments& call, const AllocateWorkspace& allocate
   if (call.is_pack()) { require_self_check(); }
   ForwardPlan plan = plan_forward(call);
   if (const int64_t bytes = place_workspace(plan, nullptr)) { place_workspace(plan, allocate(bytes)); }
-  if (call.is_pack()) {
-    launch_pack_plan(plan, stream);
-  } else if (plan.params.tiles_taken) {
+  if (call.is_pack()) { launch_pack_plan(plan, stream); }
+  if (call.needs_column_kernel()) {
+    launch_column_plan(plan, stream);
+  } else if (!call.is_pack() && plan.params.tiles_taken) {
     check_cuda(cudaMemsetAsync(plan.params.tiles_taken, 0, sizeof(int), stream), "clearing the count of tiles");
   }
-  if (call.needs_column_kernel()) { launch_column_plan(call, plan.call.mask, plan.tiling(), plan.columns, stream); }
   plan.kernel->launch(plan.params, plan.ctas, call.needs_column_kernel() && call.sm_margin == 0, stream);
 }
 

@@ -18,15 +18,26 @@ packing::ClearedTensor cleared(const TensorView& tensor, const AttentionArgument
           of_keys};
 }
 
-// `key_rows`: no sequence has more, nor, where they follow each other, all of them together.
 template <typename Rule>
-void launch_plan(const Rule& rule, const AttentionArguments& a, int key_rows, const PackArrays& arrays, int* counter,
-                 const packing::ClearedRows& cleared, cudaStream_t stream) {
-  packing::PlanParams<Rule> params;
+void launch_plan(const Rule& rule, const AttentionArguments& a, const PageTable& pages, const PackArrays& arrays,
+                 int* counter, const packing::ClearedRows& cleared, cudaStream_t stream) {
+  packing::PlanParams<Rule> params{};
   params.rule = rule;
   const auto longest = [&](int blocks, int rows) { return a.drops() ? blocks * dropout::kBlockRows : rows; };
-  params.q = {false, a.pack.cu_seqlens_q, a.pack.seqused_q, a.seqlen_q, longest(a.dropout.query_blocks, a.seqlen_q)};
-  params.k = {true, a.pack.cu_seqlens_k, a.pack.seqused_k, key_rows, longest(a.dropout.key_blocks, key_rows)};
+  const PackLengths& pack = a.pack;
+  params.q = {false, pack.cu_seqlens_q, pack.seqused_q, a.seqlen_q,
+              pack.cu_seqlens_q ? longest(a.dropout.query_blocks, a.seqlen_q) : pack.rows_q, pack.rows_q};
+  params.k = {true, pack.cu_seqlens_k, pack.seqused_k, a.seqlen_k, longest(a.dropout.key_blocks, a.seqlen_k), 0};
+  if (!pack.cu_seqlens_k) {
+    params.k.longest = pages.capacity();
+    if (pages.exists()) {
+      params.k.total = pages.capacity();  // of any sequence: a table places its keys
+    } else {
+      params.k.step = pages.page_distance;
+    }
+    params.pages = pages;
+    params.num_pages = (a.seqlen_k - pages.page_rows) / pages.page_distance + 1;
+  }
   params.batch = a.batch;
   params.sequences = arrays.sequences;
   params.of_unit = arrays.of_unit;
@@ -49,8 +60,7 @@ void launch_pack_plan(const ForwardPlan& plan, cudaStream_t stream) {
   rows.tensors[0] = cleared(a.out, a, false, a.head_dims.v);
   rows.softmax_lse = a.softmax_lse;
   rows.heads = a.heads;
-  const int key_rows = a.pages.exists() ? a.pages.capacity() : a.seqlen_k;
-  launch_plan(plan.pack_rule, a, key_rows, plan.pack, plan.params.tiles_taken, rows, stream);
+  launch_plan(plan.pack_rule, a, a.pages, plan.pack, plan.params.tiles_taken, rows, stream);
 }
 
 void launch_pack_plan(const BackwardPlan& plan, cudaStream_t stream) {
@@ -59,7 +69,7 @@ void launch_pack_plan(const BackwardPlan& plan, cudaStream_t stream) {
   rows.tensors[0] = cleared(a.dq, a, false, a.head_dims.qk);
   rows.tensors[1] = cleared(a.dk, a, true, a.head_dims.qk);
   rows.tensors[2] = cleared(a.dv, a, true, a.head_dims.v);
-  launch_plan(plan.pack_rule, a, a.seqlen_k, plan.pack, nullptr, rows, stream);
+  launch_plan(plan.pack_rule, a, {}, plan.pack, nullptr, rows, stream);
 }
 
 }  // namespace dash_attn

@@ -1,6 +1,7 @@
 // Runs before a pass over a pack. One CTA reads the lengths, which the host does not know, and writes a PackedSequence
 // for each sequence, longest first, with its share of the work and of the workspace. Tables map each unit of work, and
-// each query tile, to its sequence. The other CTAs write what is promised of rows that belong to no sequence.
+// each query tile, to its sequence. The other CTAs write what is promised of rows that belong to no sequence, and check
+// the table of pages.
 //
 // None of this decides a bit: a sequence's place in the list decides only when it is worked on.
 //
@@ -21,21 +22,27 @@ constexpr int kPlanThreads = 1024;
 // The lengths of queries or of keys, as the caller gives them.
 struct Lengths {
   bool of_keys;
-  const int* cu_seqlens;  // or null, of keys in pages: seqused alone says how many rows there are
+  const int* cu_seqlens;  // or null: sequence i has the `longest` rows from row i * step on
   const int* seqused;     // or null: all rows are used
   int total;
   int longest;  // the longest that a sequence may be: with dropout there are bits for that many rows
+  int step;
 
   struct Rows {
     int first, length;
   };
 
+  __device__ int first(int i) const { return cu_seqlens ? cu_seqlens[i] : i * step; }
+
   __device__ Rows operator()(int i) const {
-    const int first = cu_seqlens ? cu_seqlens[i] : 0, end = cu_seqlens ? cu_seqlens[i + 1] : total;
+    const int first = this->first(i), end = cu_seqlens ? cu_seqlens[i + 1] : first + longest;
     const int length = seqused ? seqused[i] : end - first;
     if (first < 0 || first > end || end > total || length < 0 || length > end - first || length > longest) { refuse(); }
     return {first, length};
   }
+
+  // Whether the host knows that every row belongs to a sequence.
+  __device__ bool use_all_rows() const { return !cu_seqlens && !seqused && step == longest; }
 
   // Like torch for a wrong value on the device: an error that ends all work of this process on the device. Numbers in
   // the message would take local memory.
@@ -43,8 +50,8 @@ struct Lengths {
     if (of_keys) {
       printf(
           "dash_attn: cu_seqlens_k must begin at 0 or more, not decrease and not exceed the rows of k, and seqused_k "
-          "must be at least 0 and at most a sequence's place; with dropout no sequence must have more keys than "
-          "max_seqlen_k says, or dropout_bits has bits for\n");
+          "(cache_seqlens) must be at least 0 and at most a sequence's place; with dropout no sequence must have more "
+          "keys than max_seqlen_k says, or dropout_bits has bits for\n");
     } else {
       printf(
           "dash_attn: cu_seqlens_q must begin at 0 or more, not decrease and not exceed the rows of q, and seqused_q "
@@ -68,6 +75,12 @@ struct ClearedRows {
   ClearedTensor tensors[kTensors];
   float* softmax_lse;  // (heads, total_q), set to +inf; or null
   int heads;
+
+  __device__ bool has_any(bool of_keys) const {
+    bool found = !of_keys && softmax_lse;
+    for (const ClearedTensor& tensor : tensors) { found |= tensor.data && tensor.of_keys == of_keys; }
+    return found;
+  }
 };
 
 template <typename Rule>
@@ -81,6 +94,8 @@ struct PlanParams {
   PackTotals* totals;
   int* counter;  // set to zero, or null
   ClearedRows cleared;
+  PageTable pages;
+  int num_pages;
 };
 
 // Sequences are sorted by length, to a precision of 1/64, into buckets, longest first.
@@ -177,7 +192,7 @@ __device__ __forceinline__ void for_rows_outside(const Lengths& lengths, int bat
         const Lengths::Rows previous = lengths(i - 1);
         first = previous.first + previous.length;
       }
-      const int end = i < batch ? lengths.cu_seqlens[i] : lengths.total;
+      const int end = i < batch ? lengths.first(i) : lengths.total;
       if (first < end) {
         const int place = atomicAdd(&count, 1);
         first_of[place] = first;
@@ -207,7 +222,7 @@ __device__ __forceinline__ void clear_rows_outside(const PlanParams<Rule>& param
   const ClearedRows& cleared = params.cleared;
   for (int of_keys = 0; of_keys < 2; ++of_keys) {
     const Lengths& lengths = of_keys ? params.k : params.q;
-    if (!lengths.cu_seqlens) { continue; }
+    if (!cleared.has_any(of_keys) || lengths.use_all_rows()) { continue; }
     for_rows_outside(lengths, params.batch, [&](int row) {
       for (const ClearedTensor& tensor : cleared.tensors) {
         if (tensor.data && tensor.of_keys == bool(of_keys)) { clear_row(tensor, row); }
@@ -221,10 +236,30 @@ __device__ __forceinline__ void clear_rows_outside(const PlanParams<Rule>& param
   }
 }
 
+__device__ __noinline__ inline void refuse_page() {
+  printf("dash_attn: block_table must name blocks of the cache wherever a sequence has keys\n");
+  __trap();
+}
+
+// Looks at the entries of the table that the pass will follow.
+template <typename Rule>
+__device__ __forceinline__ void check_pages(const PlanParams<Rule>& params) {
+  const PageTable& table = params.pages;
+  for (int i = max_int(0, int(blockIdx.x) - 1); i < params.batch; i += max_int(1, gridDim.x - 1)) {
+    const int pages = ceil_div(params.k(i).length, table.page_rows);
+    for (int page = threadIdx.x; page < pages; page += kPlanThreads) {
+      if (unsigned(table.pages[int64_t{i} * table.max_pages + page]) >= unsigned(params.num_pages)) { refuse_page(); }
+    }
+  }
+}
+
 template <typename Rule>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams<Rule> params) {
   if (blockIdx.x == 0) { plan(params); }
-  if (blockIdx.x > 0 || gridDim.x == 1) { clear_rows_outside(params); }
+  if (blockIdx.x > 0 || gridDim.x == 1) {
+    if (params.pages.exists()) { check_pages(params); }
+    clear_rows_outside(params);
+  }
 }
 
 }  // namespace dash_attn::packing

@@ -31,31 +31,34 @@ struct TileNumbers {
   // The number of a sequence's first tile, given the row at which the sequence begins.
   DASH_HOST_DEVICE constexpr int first(int sequence, int first_row) const { return first_row / size + sequence; }
   DASH_HOST_DEVICE constexpr int64_t end(int batch, int64_t all_rows) const { return all_rows / size + batch + 1; }
-
-  // The sequence that has a tile with this number, if any has.
-  DASH_HOST_DEVICE constexpr int sequence_of(int number, SequenceRows const& rows, int batch) const {
-    int low = 0, high = batch - 1;
-    while (low < high) {
-      int const middle = (low + high + 1) / 2;
-      if (first(middle, rows.first(middle)) <= number) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    return low;
-  }
 };
 
 // A query tile consists of parts, each of which a warpgroup of the forward owns.
 inline constexpr int kPartRows = 64, kMostParts = 3;
 
+enum class Pass { kForward, kBackward };
+
+// Where a query tile ends, or would end if its last part were full. Tiles of the backward begin at the first query. Of
+// the forward the first tile may have fewer parts than the others, so that under a causal mask the rows left empty are
+// those that see the fewest keys. Either follows from the sequence alone.
+DASH_HOST_DEVICE constexpr int end_of_query_tile(Pass pass, int tile, int rows, int seqlen_q) {
+  if (pass == Pass::kBackward) return (tile + 1) * rows;
+  return ceil_div(seqlen_q, kPartRows) * kPartRows - (ceil_div(seqlen_q, rows) - 1 - tile) * rows;
+}
+
+// The queries of a tile, which must exist.
+DASH_HOST_DEVICE constexpr QueryInterval queries_of_tile(Pass pass, int tile, int rows, int seqlen_q) {
+  int const end = end_of_query_tile(pass, tile, rows, seqlen_q);
+  return {max_int(0, end - rows), min_int(end, seqlen_q)};
+}
+
 // 32 KV tiles of a query tile.
 struct alignas(16) LiveWord {
-  uint32_t live, masked;        // by bit; `masked` are the live ones whose elements must be masked one by one
+  uint32_t live;                // by bit
+  uint32_t masked;              // for the backward: the live ones whose elements must be masked one by one
   int before;                   // live tiles in the words before: the rank of the first one here
   int previous;                 // the last word before with a live tile; -1 if there is none
-  uint32_t hidden[kMostParts];  // live ones with a key that intervals hide from a query of the part
+  uint32_t hidden[kMostParts];  // for the forward: live ones with a key that intervals hide from a query of the part
 
   static constexpr int kTiles = 32;
 };
@@ -64,9 +67,8 @@ struct TilePart {
   QueryInterval queries;  // may be empty
   Range kv_tiles;         // that they see without the columns
 
-  DASH_HOST_DEVICE static constexpr TilePart of(TileGrid const& grid, int query_tile, int part) {
-    int const tile = query_tile * grid.tiling.query, first = tile + part * kPartRows;
-    int const end = min_int(min_int(first + kPartRows, tile + grid.tiling.query), grid.mask.sequence.seqlen_q);
+  DASH_HOST_DEVICE static constexpr TilePart of(TileGrid const& grid, QueryInterval const& of_tile, int part) {
+    int const first = of_tile.first + part * kPartRows, end = min_int(first + kPartRows, of_tile.end);
     return {QueryInterval::between(first, end), first < end ? grid.kv_tiles_of_queries(first, end) : Range{0, 0}};
   }
   // Whether some of the queries may see a key of a KV tile.
@@ -78,13 +80,13 @@ struct TilePart {
 // The live KV tiles of a query tile.
 struct alignas(16) LiveTiles {
   int count, last_word;       // the last word with a live tile; -1 if there is none
-  Range of_part[kMostParts];  // ranks: from the first tile that is live for the part to the last one
+  Range of_part[kMostParts];  // for the forward: ranks, from the first tile that is live for the part to the last one
 };
 
 // Arrays by mask head: one for each KV head, or one for all. Indices have 32 bits, which save registers.
 struct ColumnsView {
   const HiddenQueries* hidden;  // of each key, by its row among all rows
-  const ColumnTile* kv_tiles;   // by TileNumbers
+  const ColumnTile* kv_tiles;   // by TileNumbers; for the backward
   const LiveTiles* query_tiles;
   const LiveWord* words;  // of each query tile
   int key_rows, kv_numbers, query_numbers, words_of_tile;

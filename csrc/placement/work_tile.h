@@ -106,6 +106,22 @@ struct TileScheduler {
     }
   }
 
+  // The same for masks by key columns, except that the first `long_tiles` KV tiles of all heads come before all other
+  // KV tiles. No KV tile waits for a later one of its head, so every wait still points back.
+  DASH_HOST_DEVICE constexpr WorkPlace place_long_tiles_first(TileGrid const& grid, int number, int long_tiles) const {
+    int const heads = batch * kv_heads, all = heads * splits;
+    bool const is_long = number < long_tiles * all;
+    int const tiles = is_long ? long_tiles : grid.kv_tiles() - long_tiles;
+    int const swizzle = is_long ? all : head_swizzle;
+    if (!is_long) number -= long_tiles * all;
+    int const lot_start = number / tiles / swizzle * swizzle, lot = min_int(swizzle, all - lot_start);
+    number -= lot_start * tiles;
+    int const place_in_head = number / lot, head_of_split = lot_start + number - place_in_head * lot;
+    int const kv_tile = is_long ? place_in_head : long_tiles + place_in_head;
+    int const split = head_of_split / heads, head = head_of_split - split * heads, sequence_number = head / kv_heads;
+    return WorkPlace::of(sequence_number, head - sequence_number * kv_heads, split, Visits::kAll, kv_tile);
+  }
+
   // For divided KV tiles: the first parts of a head follow each other, and so do its second parts. The second parts
   // follow the head's first parts or, if a batch is all heads of a split, the first parts of all those heads.
   template <Policy P>

@@ -104,12 +104,15 @@ def add(
         with_dq = range(0)
         if dq_continues:
             with_dq = _tiles_with_dq(rule, chunk, q.shape[1], k.shape[1], _tile_shape(q, v))
-        torch.ops.dash_attn_C.backward_of_chunks(
-            dout, q, k, v, out, softmax_lse.contiguous(), *sums, total, dq, dk, dv,
-            None if dsoftmax_lse is None else dsoftmax_lse.contiguous(),
-            with_dq.start, len(with_dq), keys_continue, rule.softmax_scale, *mask, own_key, chunk.first_key,
-            _policies.policy_number(rule.policy), rule.sm_margin,
-        )  # fmt: skip
+        try:
+            torch.ops.dash_attn_C.backward_of_chunks(
+                dout, q, k, v, out, softmax_lse.contiguous(), *sums, total, dq, dk, dv,
+                None if dsoftmax_lse is None else dsoftmax_lse.contiguous(),
+                with_dq.start, len(with_dq), keys_continue, rule.softmax_scale, *mask, own_key, chunk.first_key,
+                _policies.policy_number(rule.policy), rule.sm_margin,
+            )  # fmt: skip
+        except MemoryError as error:
+            raise torch.OutOfMemoryError(str(error)) from None
         return
     for tensor, continues in zip(sums, (dq_continues, keys_continue)):
         if not continues:

@@ -159,7 +159,7 @@ def sums_of_parts(parts: Sequence[tuple[torch.Tensor, Shard]], block: int) -> li
 
 
 def block_sums(tensor: torch.Tensor, *, shard: Shard | None = None, block: int = DEFAULT_BLOCK) -> torch.Tensor:
-    """Computes the sums of the blocks of a tensor, from the first block that this part has words of to the last.
+    """Computes the sums of the blocks of a tensor, from the first block to the last that this part has words of.
 
     The call does not wait for the GPU. The sums that the parts of one tensor have for a block add up to the sum of the
     whole tensor's block (modulo 2^64).

@@ -18,7 +18,7 @@ from dash_attn.compat import flash_attn_3
 
 MOST_NEW = 8  # new tokens of a sequence in one call, apart from chunks of a prompt
 MOST_GENERATED = 40  # tokens of a sequence after its prompt
-PAGE_SIZES = (None, 1, 16, 16, 48, 64, 64, 100, 128, 128, 256, 256, 512)
+PAGE_SIZES = (None, 1, 2, 3, 5, 8, 12, 16, 16, 24, 48, 64, 64, 100, 128, 128, 256, 512)
 HEADS = ((1, 1), (2, 1), (4, 4), (6, 3), (8, 1), (8, 2), (16, 2), (12, 4), (32, 4), (32, 8))
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (128, 128), (192, 128), (192, 192), (256, 256), (40, 40), (72, 200))
 WINDOWS = (-1, -1, -1, 0, 17, 128, 700)

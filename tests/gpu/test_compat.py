@@ -1,5 +1,9 @@
 """dash_attn.compat and the cache of keys and values on the GPU: bits, host waits, graphs."""
 
+import functools
+import subprocess
+import sys
+
 import pytest
 import torch
 from cache_support import FORMS, fill
@@ -136,6 +140,98 @@ def test_every_form_of_a_cache_has_the_bits_of_a_dense_call(form, seqlen_q, mask
                 k, v = torch.cat((k, new_k[b])), torch.cat((v, new_v[b]))
             alone = flash_attn_func(q[b : b + 1], k[None], v[None], return_attn_probs=True, **mask)
             assert torch.equal(out[b], alone[0][0]) and torch.equal(lse[b], alone[1][0])
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8, 12, 16, 24, 48, 64, 100, 256])
+@pytest.mark.parametrize("dims", HEAD_DIMS)
+def test_pages_of_any_size(dims, block_size):
+    """Beside rows of NaN; for one query, which has a short tile, and for two tiles of queries."""
+    keys, values = sequences(*dims)
+    cache = fill("paged", keys, values, CAPACITY, block_size=block_size)
+    for seqlen_q in (1, 230):
+        q = randn(4, seqlen_q, 8, dims[0], seed=1)
+        out, lse = flash_attn_with_kvcache(
+            q, cache.k_cache, cache.v_cache, causal=True, return_softmax_lse=True, **cache.arguments
+        )
+        for b, (k, v) in enumerate(zip(keys, values)):
+            alone = flash_attn_func(q[b : b + 1], k[None], v[None], causal=True, return_attn_probs=True)
+            assert torch.equal(out[b], alone[0][0]) and torch.equal(lse[b], alone[1][0])
+
+
+@pytest.mark.parametrize("form", ["plain", "indexed", "paged"])
+def test_a_step_of_decoding_launches_three_kernels(form):
+    keys, values = sequences()
+    cache = fill(form, keys, values, CAPACITY)
+    q, new_k, new_v = randn(4, 1, 8, 128, seed=1), randn(4, 1, 2, 128, seed=5), randn(4, 1, 2, 128, seed=6)
+
+    def launched(*new):
+        call = functools.partial(
+            flash_attn_with_kvcache, q, cache.k_cache, cache.v_cache, *new, causal=True, **cache.arguments
+        )
+        call()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            torch.cuda.synchronize()
+        return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+    assert len(launched()) == 2 and len(launched(new_k, new_v)) == 3
+
+
+WRONG_VALUES = {
+    "too long": ("[65, 3]", "[[0, 1], [2, 3]]", "", "cache_seqlens"),
+    "negative": ("[3, -1]", "[[0, 1], [2, 3]]", "", "cache_seqlens"),
+    "no block": ("[33, 3]", "[[0, -1], [2, 3]]", "", "block_table"),
+    "beyond the blocks": ("[33, 3]", "[[0, 4], [2, 3]]", "", "block_table"),
+    "no room": ("[64, 3]", "[[0, 1], [2, 3]]", "x, x", "cache_seqlens"),
+    "no block to write": ("[32, 3]", "[[0, -1], [2, 3]]", "x, x", "block_table"),
+}
+
+
+@pytest.mark.parametrize("head_dim, layout", [(64, "sliced"), (64, "transposed"), (64, "heads first"), (20, "usual")])
+def test_appending_rows_of_any_layout(head_dim, layout):
+    """Also where 16 bytes at a time cannot be moved, with more rows than the kernel has blocks."""
+    rows, batch = 520, 4
+    shape = (batch, rows, 2, head_dim)
+    if layout == "transposed":
+        new = [randn(batch, rows, head_dim, 2, seed=seed).transpose(2, 3) for seed in (1, 2)]
+    elif layout == "sliced":
+        new = [randn(batch, rows, 2, head_dim + 1, seed=seed)[..., 1:] for seed in (1, 2)]
+    else:
+        new = [randn(*shape, seed=seed) for seed in (1, 2)]
+    caches = [randn(batch, 1000, 2, head_dim, seed=seed) for seed in (3, 4)]
+    if layout == "heads first":
+        caches = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in caches]
+    lengths = torch.tensor([0, 7, 480, 100], dtype=torch.int32, device="cuda")
+    expected = [x.clone() for x in caches]
+    for cache, rows_of_new in zip(expected, new):
+        for i, length in enumerate(lengths.tolist()):
+            cache[i, length : length + rows] = rows_of_new[i]
+    q = randn(batch, 1, 4, head_dim, seed=5)
+    out = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=lengths, causal=True)
+    assert all(map(torch.equal, caches, expected))
+    ends = lengths + rows
+    assert torch.equal(out, flash_attn_with_kvcache(q, *expected, cache_seqlens=ends, causal=True))
+
+
+CALL_WITH_WRONG_VALUES = """
+import dash_attn, torch
+integers = lambda values: torch.tensor(values, dtype=torch.int32, device="cuda")
+q, x = (torch.randn(2, 1, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+caches = [torch.randn(4, 32, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+tables = dict(cache_seqlens=integers({seqlens}), block_table=integers({table}))
+dash_attn.flash_attn_with_kvcache(q, *caches, {new} **tables)
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("wrong", WRONG_VALUES)
+def test_values_out_of_range_are_an_error_on_the_device(wrong):
+    """In a process of its own, which can do no more with the device."""
+    seqlens, table, new, argument = WRONG_VALUES[wrong]
+    program = CALL_WITH_WRONG_VALUES.format(seqlens=seqlens, table=table, new=f"{new}," if new else "")
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.returncode != 0 and "dash_attn: " in result.stdout and argument in result.stdout
+    assert "CUDA error" in result.stderr
 
 
 @pytest.mark.parametrize("dims, step, mask", pairwise(HEAD_DIMS, (1, 3, 64, 200), ("causal", "causal_window")), ids=str)

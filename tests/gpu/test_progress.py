@@ -113,6 +113,13 @@ def test_masks_by_key_columns_while_sms_are_held(causal, bounds, head_dim, held,
     backward.check_held(holder, held, num_sms, backward.time_alone_ms())
 
 
+def test_the_plan_of_a_long_sequence_needs_one_sm(holder, device, num_sms):
+    """A plan of clusters, even of two CTAs, did not start."""
+    problem = Problem(1, 4096, 4096, 16, 8, 128, True, column_bounds=1)
+    backward = TimedBackward(support.random_inputs(problem, device), problem, "descending")
+    backward.check_held(holder, num_sms - 1, num_sms, backward.time_alone_ms())
+
+
 @pytest.mark.parametrize("causal, column_bounds", [(False, 0), (True, 0), (True, 1), (False, 4)])
 def test_every_number_of_held_sms(causal, column_bounds, holder, device, num_sms):
     problem = Problem(1, 512, 512, 16, 4, 128, causal, column_bounds=column_bounds)
