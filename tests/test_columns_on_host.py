@@ -116,11 +116,11 @@ def test_warps_plan_several_tiles(programs, shape):
     emulation.check(programs["64"], ((1, 0), (132, 2)), **MANY_KEYS, **shape)
 
 
-@pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES)
-def test_a_plan_whose_warps_do_not_wait_is_found(tmp_path, sources):
+@pytest.mark.parametrize("name", PASSES)
+def test_a_plan_whose_warps_do_not_wait_is_found(tmp_path, name):
     call = MANY_KEYS | MANY_TILES[0]
     csrc = emulation.source(tmp_path, ("columns/plan.h", "__syncthreads();", ""))
-    program = emulation.build(csrc, sources, "64", tmp_path / "run", call)
+    program = emulation.build(csrc, name, "64", tmp_path / "run", call)
     with pytest.raises(AssertionError):
         emulation.check(program, ((132, 0),), **call)
 
