@@ -49,6 +49,7 @@ AUTOGRAD_CXX = ["-O2", "-std=c++20", "-g0", "-Wall", "-fvisibility=hidden"]
 SCHEDULE_CXX = ["-O2", "-std=c++17", "-g0", "-Wall", "-fvisibility=hidden"]
 BINDINGS = {
     "torch_ops.cpp": OPS_CXX,
+    "cache_ops.cpp": OPS_CXX,
     "dropout_ops.cpp": OPS_CXX,
     "fingerprint_ops.cpp": OPS_CXX,
     "autograd.cpp": AUTOGRAD_CXX,

@@ -102,6 +102,14 @@ def test_documents_promise_the_versions_that_the_build_accepts():
     assert torch and set(torch) == {toolchain.OLDEST_TORCH}
 
 
+def test_flags_are_known_for_every_binding():
+    """tools/check_torch_headers.py compiles them with these flags."""
+    bindings = ROOT / "csrc" / "bindings"
+    if not bindings.is_dir():
+        pytest.skip("csrc/ is not beside the tests")
+    assert {path.name for path in bindings.glob("*.cpp")} == set(toolchain.BINDINGS)
+
+
 def test_types_of_the_compiled_module_are_its_own():
     """pybind11 before 3.1 words signatures otherwise."""
     pytest.importorskip("pybind11", minversion="3.1")
