@@ -1,8 +1,8 @@
-// `backward NAME=VALUE...` runs one call (call.h; and schedule=, of which there are those without clusters, shift to 128)
-// of the backward on the host, linked with backward_kernels.cpp and stages.cpp, with an output and an LSE computed in
-// double, and holds its gradients against sums in double. Prints a digest of the bits of each, or what is wrong. With
-// infinite_row=R lone_column=C, of fp16 and order-free sums, dS of query
-// R is infinite and K zero but for column C: dQ of that row is to be NaN in every column, that of the others right.
+// `backward NAME=VALUE...` runs one call (call.h; and schedule=, of which there are those without clusters, shift to
+// 128) of the backward on the host, linked with backward_kernels.cpp and stages.cpp, with an output and an LSE
+// computed in double, and holds its gradients against sums in double. Prints a digest of the bits of each, or what
+// is wrong. With infinite_row=R lone_column=C, of fp16 and order-free sums, dS of query R is infinite and K zero but
+// for column C: dQ of that row is to be NaN in every column, that of the others right.
 #include "call.h"
 #include "launch/backward_plan.cu"
 #include "launch/column_plan.cu"

@@ -11,7 +11,7 @@ using namespace dash_attn;
 
 extern const HeadDims kRow = EMULATED_DIMS::kDims;
 
-// EMULATED_ONLY names dtypes, masks, scores and policies, such as BFloat16, Causal, Plain, Ordered: calls of others fail.
+// EMULATED_ONLY names dtypes, masks, scores and policies, such as BFloat16, Causal, Plain, Ordered: others fail.
 template <typename... Built>
 struct Only {
   template <typename Kind>

@@ -1,8 +1,8 @@
-// `forward NAME=VALUE...` runs one call (call.h) of the forward on the host, linked with forward_kernels.cpp, and holds
-// output and LSE against sums in double. Only rows that see a key of their KV tiles may show values that are NaN. Prints
-// a digest of their bits, or what is wrong. With page_rows=N the keys of a pack lie in pages of N rows. With
-// max_logits=1 the kernel for masks by key columns serves the call and also finds the largest logit of each head and
-// sequence, and a digest of these follows.
+// `forward NAME=VALUE...` runs one call (call.h) of the forward on the host, linked with forward_kernels.cpp, and
+// holds output and LSE against sums in double. Only rows that see a key of their KV tiles may show values that are
+// NaN. Prints a digest of their bits, or what is wrong. With page_rows=N the keys of a pack lie in pages of N rows.
+// With max_logits=1 the kernel for masks by key columns serves the call and also finds the largest logit of each
+// head and sequence, and a digest of these follows.
 #include <algorithm>
 #include <numeric>
 
