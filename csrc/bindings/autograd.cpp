@@ -140,8 +140,8 @@ void check_no_tangent(const Tensor& tensor) {
                               "torch.func.grad, vjp or jacrev");
 }
 
-// The autograd kernel of operators of a cache. torch's own fallback would say neither that it is attention that has no
-// derivative in forward mode nor what to use.
+// The autograd kernel of the ops of a cache. Its errors say what has no derivative and what to use instead; those of
+// torch's fallback name only the op.
 void without_derivative(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   for (const at::IValue& value : torch::jit::last(*stack, op.schema().arguments().size())) {
     if (!value.isTensor() || !value.toTensor().defined()) { continue; }
@@ -184,8 +184,8 @@ Result attention(variable_list packed, PackTensors pack, std::optional<SymInt> n
   }
   if constexpr (kHasMaxLogits<Result>) { check_max_logits(packed.front(), scores, dropout.p); }
   if (scores.exist()) {
-    check_scores(scores, "learnable_sink (s_aux)", unpack(packed, options.num_heads_q).q, options.pack,
-                 options.softmax_scale);
+    const Tensor q = unpack(packed, options.num_heads_q).q;
+    check_scores(scores, "learnable_sink (s_aux)", q, batch_size(q, options.pack), options.softmax_scale);
     TORCH_CHECK_NOT_IMPLEMENTED(
         !(at::GradMode::is_enabled() && scores.alibi_slopes && scores.alibi_slopes->requires_grad()),
         "alibi_slopes must not require a gradient (there is none for slopes), got a tensor that does");

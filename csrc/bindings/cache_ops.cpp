@@ -25,13 +25,6 @@ cache::AppendedRows appended_rows(const Tensor& rows, const Tensor& cache, const
           cache.stride(0),  cache.stride(1),  cache.stride(2), cache.stride(3), to_int(rows.size(2), "head_dim")};
 }
 
-int* integers(const Tensor& tensor, const char* name, int64_t size, int32_t device) {
-  check_device(tensor, name, device);
-  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Int && tensor.numel() == size && tensor.is_contiguous(), name,
-                  " must be contiguous int32 with ", size, " elements");
-  return static_cast<int*>(tensor.data_ptr());
-}
-
 // Writes rows of k and v into the caches, after seqlens keys of each sequence, and writes ends.
 void append(Tensor k_cache, Tensor v_cache, const Tensor& k, const Tensor& v, Tensor ends, const Tensor& seqlens,
             OptionalTensor cu_seqlens, OptionalTensor block_table, int64_t sm_margin) {
@@ -52,15 +45,13 @@ void append(Tensor k_cache, Tensor v_cache, const Tensor& k, const Tensor& v, Te
   params.batch = to_int(batch, "batch");
   params.seqlens = integers(seqlens, "cache_seqlens", batch, device);
   params.ends = integers(ends, "ends", batch, device);
-  params.cu_seqlens = cu_seqlens ? integers(*cu_seqlens, "cu_seqlens_k_new", batch + 1, device) : nullptr;
+  params.cu_seqlens = integers(cu_seqlens, "cu_seqlens_k_new", batch + 1, device);
   params.step = static_cast<int>(rows / batch);
   STD_TORCH_CHECK(cu_seqlens || params.step * batch == rows, "the rows of k must be a multiple of the ", batch,
                   " sequences, got ", rows);
-  STD_TORCH_CHECK(!block_table || (block_table->dim() == 2 && block_table->size(0) == batch),
-                  "block_table must have a row for each sequence");
+  params.pages.pages = checked_block_table(block_table, batch, device);
   const int64_t most = block_table ? block_table->size(1) : 1, page_rows = k_cache.size(1);
   STD_TORCH_CHECK(most * page_rows < kUnbounded && k_cache.size(0) < kUnbounded, "the cache is too large");
-  params.pages.pages = block_table ? integers(*block_table, "block_table", batch * most, device) : nullptr;
   params.pages.max_pages = static_cast<int>(most);
   params.pages.page_rows = static_cast<int>(page_rows);
   params.num_pages = static_cast<int>(k_cache.size(0));

@@ -38,7 +38,7 @@ inline void check_dropout_bits(const Tensor& bits, const Tensor& q, const Tensor
   TORCH_CHECK_TYPE(bits.scalar_type() == at::kByte, kName, " must be torch.uint8, got ", dtype_text(bits));
   const auto blocks = [](const SymInt& seqlen) { return (seqlen + (dropout::kBlockRows - 1)) / dropout::kBlockRows; };
   const bool is_pack = pack.exists();
-  const SymInt batch = is_pack ? pack.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0), heads = q.sym_size(-2);
+  const SymInt batch = batch_size(q, pack), heads = q.sym_size(-2);
   bool fits = bits.dim() == 5 && bits.sym_size(0) == batch && bits.sym_size(1) == heads &&
               bits.sym_size(4) == dropout::kBlockBytes;
   // The lengths of a pack are the device's to know.
@@ -57,7 +57,7 @@ inline void check_dropout_bits(const Tensor& bits, const Tensor& q, const Tensor
 
 inline void check_rng_state(const Tensor& state, const Tensor& q, const PackTensors& pack) {
   TORCH_CHECK_TYPE(state.scalar_type() == at::kLong, "rng_state must be torch.int64, got ", dtype_text(state));
-  const SymInt batch = pack.exists() ? pack.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0);
+  const SymInt batch = batch_size(q, pack);
   const bool of_all = state.dim() == 1 && state.sym_size(0) == 2;
   const bool of_sequences = state.dim() == 2 && state.sym_size(0) == batch && state.sym_size(1) == 2;
   TORCH_CHECK_VALUE(of_all || of_sequences, "rng_state must have shape (2,) or (batch, 2) = (", size_text(batch),

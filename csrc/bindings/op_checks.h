@@ -77,6 +77,26 @@ inline Tensor empty_bytes(int64_t size, int32_t device) {
   return Tensor(handle);
 }
 
+// The data of an int32 tensor with one dimension, null where there is none.
+inline int* integers(OptionalTensor tensor, const char* name, int64_t size, int32_t device) {
+  if (!tensor) return nullptr;
+  check_device(*tensor, name, device);
+  STD_TORCH_CHECK(tensor->scalar_type() == ScalarType::Int, name, " must be int32");
+  STD_TORCH_CHECK(tensor->dim() == 1 && tensor->size(0) == size, name, " must have ", size, " elements");
+  STD_TORCH_CHECK(tensor->is_contiguous(), name, " must be contiguous");
+  return static_cast<int*>(tensor->data_ptr());
+}
+
+// The data of a table of pages, null where there is none.
+inline const int* checked_block_table(OptionalTensor table, int64_t batch, int32_t device) {
+  if (!table) return nullptr;
+  check_device(*table, "block_table", device);
+  STD_TORCH_CHECK(table->scalar_type() == ScalarType::Int && table->dim() == 2 && table->is_contiguous() &&
+                      table->size(0) == batch,
+                  "block_table must be contiguous int32 (", batch, ", max_pages)");
+  return static_cast<const int*>(table->data_ptr());
+}
+
 // (batch, heads, blocks of queries, blocks of keys, bytes)
 inline void check_bits(const Tensor& bits, int64_t batch, int64_t heads, int32_t device) {
   check_device(bits, "dropout_bits", device);

@@ -164,6 +164,10 @@ inline bool checked_is_pack(const PackTensors& pack, const PackNames& names = kP
   return is_pack;
 }
 
+inline SymInt batch_size(const Tensor& q, const PackTensors& pack) {
+  return pack.exists() ? pack.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0);
+}
+
 // Shapes, not values: those are the device's, and reading them would wait for it.
 inline void check_pack(const PackTensors& pack, const Tensor& q, const PackNames& names = kPackNames) {
   const auto& first = pack.cu_seqlens_q;
@@ -178,9 +182,8 @@ inline void check_pack(const PackTensors& pack, const Tensor& q, const PackNames
   check_pack_tensor(names.seqused_k, pack.seqused_k, "(batch,)", batch, q);
 }
 
-inline void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack) {
+inline void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, bool is_pack) {
   constexpr const char* kInner = "heads, head_dim)";
-  const bool is_pack = checked_is_pack(pack);
   check_tensor("q", q, kInner, 2, is_pack);
   check_tensor("k", k, kInner, 2, is_pack);
   check_tensor("v", v, kInner, 2, is_pack);
@@ -191,6 +194,10 @@ inline void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, const P
   check_head_dim("v", v);
   TORCH_CHECK_VALUE(v.sym_sizes().slice(0, v.dim() - 1) == k.sym_sizes().slice(0, k.dim() - 1),
                     "v must have the shape of k except for the head_dim, ", shape_text(k), ", got ", shape_text(v));
+}
+
+inline void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack) {
+  check_qkv(q, k, v, checked_is_pack(pack));
   check_pack(pack, q);
 }
 
@@ -269,9 +276,9 @@ inline void check_fp32(const char* name, const Tensor& tensor) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, name, " must be torch.float32, got ", dtype_text(tensor));
 }
 
-inline void check_alibi_slopes(const Tensor& slopes, const Tensor& q, const PackTensors& pack) {
+inline void check_alibi_slopes(const Tensor& slopes, const Tensor& q, const SymInt& batch) {
   check_fp32("alibi_slopes", slopes);
-  const SymInt heads = q.sym_size(-2), batch = pack.exists() ? pack.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0);
+  const SymInt heads = q.sym_size(-2);
   const bool of_heads = slopes.dim() == 1 && slopes.sym_size(0) == heads;
   const bool of_sequences = slopes.dim() == 2 && slopes.sym_size(0) == batch && slopes.sym_size(1) == heads;
   TORCH_CHECK_VALUE(of_heads || of_sequences, "alibi_slopes must have shape (heads,) = (", size_text(heads),
@@ -282,12 +289,12 @@ inline void check_alibi_slopes(const Tensor& slopes, const Tensor& q, const Pack
 }
 
 // `sinks_name`: what the caller calls them.
-inline void check_scores(const ScoreArguments& scores, const char* sinks_name, const Tensor& q, const PackTensors& pack,
+inline void check_scores(const ScoreArguments& scores, const char* sinks_name, const Tensor& q, const SymInt& batch,
                          double softmax_scale) {
   check_softcap(scores.softcap, softmax_scale);
   if (scores.sinks) { check_sinks(sinks_name, *scores.sinks, q); }
   if (!scores.alibi_slopes) { return; }
-  check_alibi_slopes(*scores.alibi_slopes, q, pack);
+  check_alibi_slopes(*scores.alibi_slopes, q, batch);
   TORCH_CHECK_VALUE(softmax_scale == 0 || std::fabs(softmax_scale) >= kLeastScaleOfSlopes,
                     "softmax_scale must be 0 or at least ", number_text(kLeastScaleOfSlopes),
                     " in magnitude with alibi_slopes, which are divided by it, got ", number_text(softmax_scale));
@@ -327,41 +334,23 @@ inline void check_head_dim_multiple(const char* name, const Tensor& tensor) {
                     size_text(kHeadDimMultiple), ", got ", size_text(tensor.sym_size(-1)));
 }
 
-inline void check_operands(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack,
-                           const ScoreArguments& scores, double softmax_scale, const MaskArguments& mask,
-                           const SymInt& sm_margin) {
-  check_qkv(q, k, v, pack);
+// What an op checks of a call beside the shapes that check_qkv does.
+inline void check_options(const Tensor& q, const Tensor& v, const SymInt& batch, const ScoreArguments& scores,
+                          double softmax_scale, const MaskArguments& mask, const SymInt& sm_margin) {
   check_head_dim_multiple("q", q);
   check_head_dim_multiple("v", v);
   check_softmax_scale(softmax_scale);
-  check_scores(scores, "sinks", q, pack, softmax_scale);
+  check_scores(scores, "sinks", q, batch, softmax_scale);
   if (scores.sinks) { check_fp32("sinks", *scores.sinks); }
   check_mask(mask);
   check_sm_margin(sm_margin);
 }
 
-inline void check_block_table(const Tensor& table, const Tensor& q, const SymInt& batch) {
-  TORCH_CHECK_TYPE(table.scalar_type() == at::kInt, "block_table must be torch.int32, got ", dtype_text(table));
-  TORCH_CHECK_VALUE(table.dim() == 2 && table.sym_size(0) == batch && table.sym_size(1) >= 1,
-                    "block_table must have shape (batch, max_blocks), with a batch of ", size_text(batch),
-                    " and at least one block, got ", shape_text(table));
-  TORCH_CHECK_VALUE(table.device() == q.device(), "block_table must be on the device of q, ", q.device().str(),
-                    ", got ", table.device().str());
-}
-
-// The rows of k are those of all pages.
-inline void check_cache(const Cache& cache, const Tensor& q, const Tensor& k, const SymInt& batch) {
-  check_pack_tensor("seqused_k", cache.seqused_k, "(batch,)", batch, q);
-  if (cache.block_table) { check_block_table(*cache.block_table, q, batch); }
-  const SymInt most = cache.block_table ? cache.block_table->sym_size(1) : 1;
-  TORCH_CHECK_VALUE(cache.page_rows >= 1 && cache.page_distance >= cache.page_rows,
-                    "page_rows must be at least 1 and at most page_distance, got ", size_text(cache.page_rows), " and ",
-                    size_text(cache.page_distance));
-  TORCH_CHECK_VALUE(most * cache.page_rows <= kMaxSeqlen, "max_blocks * page_rows must be at most ",
-                    size_text(kMaxSeqlen), ", got ", size_text(most), " * ", size_text(cache.page_rows));
-  const SymInt pages = cache.block_table ? 1 : batch, rows = (pages - 1) * cache.page_distance + cache.page_rows;
-  TORCH_CHECK_VALUE(k.sym_size(0) >= rows, "k must have the rows of ", size_text(pages), " pages, ", size_text(rows),
-                    ", got ", size_text(k.sym_size(0)));
+inline void check_operands(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack,
+                           const ScoreArguments& scores, double softmax_scale, const MaskArguments& mask,
+                           const SymInt& sm_margin) {
+  check_qkv(q, k, v, pack);
+  check_options(q, v, batch_size(q, pack), scores, softmax_scale, mask, sm_margin);
 }
 
 inline void check_like(const char* name, const Tensor& tensor, const char* like_name, const Tensor& like) {

@@ -17,6 +17,7 @@
 #include <tuple>
 #include <type_traits>
 
+#include "cache_checks.h"
 #include "column_checks.h"
 #include "dropout_checks.h"
 #include "operand_checks.h"
@@ -71,7 +72,7 @@ inline bool has_queries(const Tensor& q, const PackTensors& pack) {
 }
 
 inline std::array<SymInt, 2> max_logits_sizes(const Tensor& q, const PackTensors& pack) {
-  return {pack.exists() ? pack.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0), q.sym_size(-2)};
+  return {batch_size(q, pack), q.sym_size(-2)};
 }
 
 // The kernels of slopes, softcaps and dropout do not find the largest logits.
@@ -270,10 +271,11 @@ Result forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Pac
 inline void check_forward_of_cache(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor cu_seqlens_q,
                                    OptionalTensor seqused_q, const Cache& cache, double softmax_scale,
                                    const MaskArguments& mask, const SymInt& sm_margin, const ScoreArguments& scores) {
+  check_qkv(q, k, v, /*is_pack=*/true);
   const SymInt batch = cu_seqlens_q ? cu_seqlens_q->sym_numel() - 1 : cache.seqused_k.sym_numel();
-  // Offsets of the right shape stand for those of which there are none.
-  const Tensor offsets = cu_seqlens_q ? *cu_seqlens_q : at::empty_symint({batch + 1}, cache.seqused_k.options());
-  check_operands(q, k, v, {offsets, offsets, seqused_q, cache.seqused_k}, scores, softmax_scale, mask, sm_margin);
+  check_pack_tensor("cu_seqlens_q", cu_seqlens_q, "(batch + 1,)", batch + 1, q);
+  check_pack_tensor("seqused_q", seqused_q, "(batch,)", batch, q);
+  check_options(q, v, batch, scores, softmax_scale, mask, sm_margin);
   TORCH_CHECK_VALUE(batch >= 1 && k.sym_numel() != 0, "k must have at least one row, for one sequence, got ",
                     shape_text(k), " and a batch of ", size_text(batch));
   TORCH_CHECK_VALUE(cu_seqlens_q || q.sym_size(0) % batch == 0,
@@ -311,15 +313,19 @@ inline Outputs forward_of_cache_meta(const Tensor& q, const Tensor& k, const Ten
           at::empty_symint(without_batch(sizes, /*is_pack=*/true), q.options().dtype(at::kFloat))};
 }
 
+// Has autograd raise an error if it still needs the values from before.
+inline void mark_as_written(const Tensor& tensor) {
+  if (!tensor.is_inference()) { tensor.unsafeGetTensorImpl()->bump_version(); }
+}
+
 // Writes new rows of k and v, (rows, kv_heads, head_dim), into a cache after the keys that its sequences have, and
 // returns how many they have then. The arguments are those that dash_attn/cache_checks.py lets pass.
 inline Tensor append(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v,
                      const Tensor& seqlens, OptionalTensor cu_seqlens, OptionalTensor block_table, SymInt sm_margin) {
-  // Where one of them is saved for somebody's derivative, that it is overwritten is noticed.
   for (const Tensor& cache : {k_cache, v_cache}) {
     TORCH_CHECK(!cache.is_inference() || c10::InferenceMode::is_enabled(),
                 "k_cache and v_cache must not be inference tensors outside of torch.inference_mode(), got one");
-    if (!cache.is_inference()) { cache.unsafeGetTensorImpl()->bump_version(); }
+    mark_as_written(cache);
   }
   const Tensor ends = at::empty_like(seqlens);
   DASH_OP("dash_attn_C::append", AppendKernelOp)
@@ -379,11 +385,8 @@ inline void backward(const BackwardTensors& x, const PackTensors& pack, double s
   check_apart_from_others(x, scores, score_gradients, dropout, columns);
   const auto& [dsoftmax_lse, dsinks] = score_gradients;
   const Tensor gradients[] = {x.dq, x.dk, x.dv};
-  // Where one of them is saved for somebody's derivative, that it is overwritten is noticed.
-  for (const Tensor& gradient : gradients) {
-    if (!gradient.is_inference()) { gradient.unsafeGetTensorImpl()->bump_version(); }
-  }
-  if (dsinks && !dsinks->is_inference()) { dsinks->unsafeGetTensorImpl()->bump_version(); }
+  for (const Tensor& gradient : gradients) { mark_as_written(gradient); }
+  if (dsinks) { mark_as_written(*dsinks); }
   if (is_empty(x.q, x.k, pack)) {
     for (const Tensor& gradient : gradients) { gradient.zero_(); }
     if (!dsinks) { return; }

@@ -77,16 +77,6 @@ int checked_head_dim(int64_t head_dim, const char* name) {
   return static_cast<int>(head_dim);
 }
 
-// The data of a tensor of a pack, null where there is none.
-const int* integers(OptionalTensor tensor, const char* name, int64_t size, int32_t device) {
-  if (!tensor) return nullptr;
-  check_device(*tensor, name, device);
-  STD_TORCH_CHECK(tensor->scalar_type() == ScalarType::Int, name, " must be int32");
-  STD_TORCH_CHECK(tensor->dim() == 1 && tensor->size(0) == size, name, " must have ", size, " elements");
-  STD_TORCH_CHECK(tensor->is_contiguous(), name, " must be contiguous");
-  return static_cast<const int*>(tensor->data_ptr());
-}
-
 using PackTensors = PackTensorsOf<Tensor>;
 using ScoreTensors = ScoreTensorsOf<Tensor>;
 using Dropout = DropoutOf<Tensor>;
@@ -306,20 +296,15 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tens
 // The pages of a call with keys in a cache, whose rows are those of k.
 PageTable pages_of(const Cache& cache, const AttentionArguments& arguments, int32_t device) {
   const auto& [table, seqused_k, page_rows, page_distance] = cache;
-  if (table) {
-    check_device(*table, "block_table", device);
-    STD_TORCH_CHECK(table->scalar_type() == ScalarType::Int && table->dim() == 2 && table->is_contiguous() &&
-                        table->size(0) == arguments.batch && table->size(1) >= 1,
-                    "block_table must be contiguous int32 (", arguments.batch, ", max_pages), with at least one page");
-  }
+  const int* const data = checked_block_table(table, arguments.batch, device);
   const int64_t most = table ? table->size(1) : 1, pages = table ? 1 : arguments.batch;
+  STD_TORCH_CHECK(most >= 1, "block_table must have at least one page of each sequence");
   STD_TORCH_CHECK(page_rows >= 1 && page_distance >= page_rows && most * page_rows < kUnbounded &&
                       page_distance < kUnbounded && (pages - 1) * page_distance + page_rows <= arguments.seqlen_k &&
                       (most <= 1 || page_rows % PageTable::kBoxRows == 0),
                   "no page can have ", page_rows, " rows at a distance of ", page_distance, ", with ", most,
                   " pages of a sequence and ", arguments.seqlen_k, " rows in all");
-  return {table ? static_cast<const int*>(table->data_ptr()) : nullptr, static_cast<int>(most),
-          static_cast<int>(page_rows), static_cast<int>(page_distance)};
+  return {data, static_cast<int>(most), static_cast<int>(page_rows), static_cast<int>(page_distance)};
 }
 
 // The forward of a pack whose keys lie in a cache. The rows of k and v are those of all pages.

@@ -12,13 +12,11 @@ namespace {
 
 using cache::AppendedRows;
 
-constexpr int kElementBytes = 2, kVectorElements = 8;
+constexpr int kVectorElements = sizeof(uint4) / sizeof(uint16_t);
 
 // Whether units of 16 bytes will do.
 bool is_in_vectors(const AppendedRows& x) {
-  const auto is_aligned = [](const void* data) {
-    return reinterpret_cast<std::uintptr_t>(data) % (kVectorElements * kElementBytes) == 0;
-  };
+  const auto is_aligned = [](const void* data) { return reinterpret_cast<std::uintptr_t>(data) % sizeof(uint4) == 0; };
   const int64_t strides[] = {x.units, x.of_row, x.of_head, x.of_page, x.of_page_row, x.of_cache_head};
   return x.of_unit == 1 && x.of_cache_unit == 1 && is_aligned(x.rows) && is_aligned(x.cache) &&
          std::all_of(std::begin(strides), std::end(strides), [](int64_t n) { return n % kVectorElements == 0; });

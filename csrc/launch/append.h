@@ -7,8 +7,7 @@
 
 namespace dash_attn {
 
-// `arguments`: units are elements of 16 bits.
-// On `num_sms` SMs, which are those of the device less the margin.
+// `arguments`: units are elements of 16 bits. `num_sms`: the SMs of the device less the margin.
 void run_append(const cache::AppendParams& arguments, int num_sms, int sm_margin, cudaStream_t stream);
 
 }  // namespace dash_attn
