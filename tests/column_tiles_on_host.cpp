@@ -114,9 +114,11 @@ void check(const TileGrid& grid, const std::vector<std::vector<int>>& bounds, bo
       if (!skips && (interval_hides_all[0] || interval_hides_all[1])) {
         fail("a tile that an interval hides is not skipped", grid, q, kv);
       }
-      if (!skips && hides && !tile.needs_masking(grid, q, kv)) { fail("a tile is not masked", grid, q, kv); }
-      if (!skips) { live.push_back(q); }
       const QueryInterval queries = queries_of_tile(Pass::kBackward, q, grid.tiling.query, s.seqlen_q);
+      if (!skips && hides && !needs_masking(grid, q, kv, queries, hidden)) {
+        fail("a tile is not masked", grid, q, kv);
+      }
+      if (!skips) { live.push_back(q); }
       if (tile.hidden.hides_all(queries) != skips) { fail("the plans of visits and of sums differ", grid, q, kv); }
     }
     if (tile.visits.count != int(live.size())) { fail("the count of visits", grid, tile.visits.count, kv); }

@@ -1,7 +1,7 @@
-// Plans a pass under a mask by key columns, on the device. A CTA plans one sequence for one head of the
-// mask. It reads the caller's tensor once: a warp for each KV tile writes the queries that its keys hide, and which
-// query tiles it visits. When the whole CTA has done so, a warp for each query tile writes which KV tiles are live.
-// All of this only evaluates contract/columns.h.
+// Plans a pass under a mask by key columns, on the device. A CTA plans one sequence for one head of the mask. It reads
+// the caller's tensor once: a warp for each KV tile writes the queries that its keys hide, and which query tiles it
+// visits. When the whole CTA has done so, a warp for each query tile writes which KV tiles are live. All of this only
+// evaluates contract/columns.h.
 #pragma once
 
 #include "../contract/columns.h"
@@ -13,9 +13,9 @@ namespace dash_attn::columns {
 
 constexpr int kPlanThreads = 512;
 constexpr int kPlanWarps = kPlanThreads / 32;
-constexpr int kMostBounds = 4;         // of a key
-constexpr int kKeysOfLane = 4;         // at most
-constexpr int kWordsAtOnce = 4;        // whose KV tiles a lane loads together
+constexpr int kMostBounds = 4;   // of a key
+constexpr int kKeysOfLane = 4;   // at most
+constexpr int kWordsAtOnce = 4;  // whose KV tiles a lane loads together
 
 constexpr bool has_a_lane_for_each_key(HeadDims dims) {
   return max_int(backward_tile_shape(dims).key, forward_tile_shape(dims).key) <= 32 * kKeysOfLane;
@@ -162,7 +162,7 @@ __device__ __forceinline__ void plan_query_tile(const PlannedSequence& planned, 
           of_word.hidden[part] = __ballot_sync(0xffffffff, is_hidden);
         }
       } else {
-        const bool is_masked = is_live[i] && (hidden.hides_any(queries) || grid.needs_masking(query_tile, kv_tile));
+        const bool is_masked = is_live[i] && needs_masking(grid, query_tile, kv_tile, queries, hidden);
         of_word.masked = __ballot_sync(0xffffffff, is_masked);
       }
       if (lane == 0) { words[word] = of_word; }

@@ -132,13 +132,13 @@ struct alignas(16) ColumnTile {
   LiveVisits visits;
   HiddenByTile hidden;
   int long_tiles;  // of the sequence's first tile: TileScheduler::place_long_tiles_first
-
-  // Whether elements of a live tile must be masked one by one.
-  DASH_HOST_DEVICE constexpr bool needs_masking(TileGrid const& grid, int query_tile, int kv) const {
-    QueryInterval const queries{query_tile * grid.tiling.query, (query_tile + 1) * grid.tiling.query};
-    return hidden.hides_any(queries) || grid.needs_masking(query_tile, kv);
-  }
 };
+
+// Whether elements of a live tile must be masked one by one. `queries`: those of the query tile.
+DASH_HOST_DEVICE constexpr bool needs_masking(TileGrid const& grid, int query_tile, int kv,
+                                              QueryInterval const& queries, HiddenByTile const& hidden) {
+  return hidden.hides_any(queries) || grid.needs_masking(query_tile, kv);
+}
 
 DASH_HOST_DEVICE constexpr ColumnTile column_tile(TileGrid const& grid, int kv, HiddenByTile const& hidden) {
   return {live_visits(grid, kv, hidden), hidden, 0};
