@@ -19,9 +19,8 @@ __device__ __forceinline__ const ColumnTile& column_tile_of(const KernelParams& 
   return params.columns.kv_tile(work.kv_head, first + work.kv_tile);
 }
 
-// How many KV tiles come first (TileScheduler::place_long_tiles_first), in a sequence of a pack or, in a dense batch of
-// one sequence, in that one. The numbers of work tiles of several sequences, or under several masks, have no common
-// answer.
+// How many KV tiles come first (TileScheduler::place_long_tiles_first) in a sequence of a pack, or in the one sequence
+// of a dense batch. Where several sequences or masks share one numbering of work tiles, no count suits them all.
 template <typename Variant>
 __device__ __forceinline__ int long_tiles_of(const KernelParams& params, const PackedSequence* of_pack) {
   if (!params.columns.heads_share || (!of_pack && params.scheduler.batch > 1)) { return 0; }

@@ -30,7 +30,7 @@ __device__ __noinline__ void refuse() {
 struct AppendedSequence {
   int first, count, length;
 
-  // A sequence that has no keys and receives none may say so.
+  // Padding of the batch, whose length is minus `count`: it has no keys and receives none.
   __device__ bool takes_none() const { return length < 0; }
 };
 

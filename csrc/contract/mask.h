@@ -31,9 +31,9 @@ DASH_HOST_DEVICE constexpr bool starts_at_first_key(MaskKind kind) {
 }
 
 // Whether a query tile of the forward has rows of one head alone and tiles begin at the first query, or for kColumns
-// where end_of_query_tile (placement/columns.h) says. Under a window, a
-// value of V that is not finite may spoil rows beside those that see it, and the bits of dropout come in blocks of a
-// head's rows: which rows share a tile must then follow from the sequence alone.
+// where end_of_query_tile (placement/columns.h) says. Under a window, a value of V that is not finite may spoil rows
+// beside those that see it, and the bits of dropout come in blocks of a head's rows: which rows share a tile must then
+// follow from the sequence alone.
 DASH_HOST_DEVICE constexpr bool fixes_rows_of_tiles(MaskKind kind, bool drops) {
   return !starts_at_first_key(kind) || drops;
 }
