@@ -19,11 +19,11 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 EMULATOR = ROOT / "tests" / "emulator"
 ROWS = ("64", "96", "128", "192x128", "192", "256")
-# What programs for all rows of the table of tiles have in common, by their names.
+# The files that a program has in common for all rows of the table of tiles, by its name.
 SHARED = {"forward": ["forward.cpp"], "backward": ["backward.cpp", "stages.cpp"]}
 OBJECTS: dict[str, pathlib.Path] = {}  # of these files, by the preprocessed text
 OBJECTS_FOLDER, OBJECTS_LOCK = tempfile.TemporaryDirectory(), threading.Lock()
-# Choices of the plans that change no bits, which a call may make (call.h).
+# Hooks by which an option of a call (call.h) replaces a choice of the plans that changes no bits.
 CHOICES = (
     ("launch/backward_plan.cu", "  TileGrid mean = grid;\n",
      "  if (emulator::finishes_dq) { return *emulator::finishes_dq; }\n  TileGrid mean = grid;\n"),
@@ -104,8 +104,8 @@ def build(
     program: pathlib.Path,
     only: dict[str, object] | None = None,
 ) -> pathlib.Path:
-    """The program "forward" or "backward", with the kernels of a row of the table of tiles; with those that serve the
-    call `only`, which takes a fraction of the time."""
+    """Builds the program "forward" or "backward" with the kernels of one row of the table of tiles, or only those that
+    serve the call `only`, which takes a fraction of the time."""
     command = [*compiler(csrc, row), *([] if only is None else [f"-DEMULATED_ONLY={kernel_of(only)}"])]
     files = [EMULATOR / f"{name}_kernels.cpp", *(shared_object(csrc, file) for file in SHARED[name])]
     subprocess.run([*command, *files, "-o", program], check=True)

@@ -285,7 +285,7 @@ FINISHING_FAULTS = [
 def test_faults_of_finishing_are_found(programs, tmp_path, row, file, right, wrong, call):
     machines = tuple((4, seed) for seed in range(6))
     call = dict(call, finishes_dq=1)
-    emulation.check(programs[row], machines[:2], **call)
+    emulation.check(programs[row], machines, **call)
     check_is_found(tmp_path, row, machines, call, (file, right, wrong))
 
 
@@ -293,7 +293,7 @@ def test_faults_of_finishing_are_found(programs, tmp_path, row, file, right, wro
 def test_faults_are_found(programs, tmp_path, row, file, right, wrong, call):
     """By a wrong gradient, or other bits on another machine; the source as it is has neither."""
     machines = tuple((4, seed) for seed in range(6))
-    emulation.check(programs[row], machines[:2], **call)
+    emulation.check(programs[row], machines, **call)
     check_is_found(tmp_path, row, machines, call, (file, right, wrong))
 
 

@@ -52,12 +52,35 @@ def test_opcheck_of_the_forward(cache):
     )
 
 
-def test_the_ops_have_no_derivative():
-    tensors = bf16(4, 5, 2, 32).requires_grad_(), bf16(4, 5, 2, 32), bf16(4, 2, 32), bf16(4, 2, 32)
-    before = tensors[0].detach().clone()
-    with pytest.raises(NotImplementedError, match=r"^dash_attn::append has no derivative: call it under torch.no_grad"):
-        torch.ops.dash_attn.append.default(*tensors, int32(3, 1), None, None, 0)
+def call_append(k_cache, k):
+    torch.ops.dash_attn.append.default(k_cache, bf16(4, 5, 2, 32), k, bf16(4, 2, 32), int32(3, 1), None, None, 0)
+
+
+def call_forward(k_cache, q):
+    rest = (None, None, None, int32(3, 5), 5, 5, 0.3, True, -1, -1, 0, 0, None, None, 0.0)
+    torch.ops.dash_attn.forward_of_cache.default(q, k_cache.flatten(0, 1), bf16(20, 2, 32), *rest)
+
+
+@pytest.mark.parametrize("call", [call_append, call_forward])
+@pytest.mark.parametrize("of_cache", [True, False])
+def test_the_ops_have_no_derivative(call, of_cache):
+    tensors = [bf16(4, 5, 2, 32), bf16(4, 2, 32)]
+    before = tensors[0].clone()
+    tensors[not of_cache].requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"^dash_attn::\w+ has no derivative: call it under torch.no_grad"):
+        call(*tensors)
+    tensors[not of_cache].requires_grad_(False)
+    with torch.autograd.forward_ad.dual_level(), torch.no_grad():
+        dual = torch.autograd.forward_ad.make_dual(
+            tensors[not of_cache], torch.ones(tensors[not of_cache].shape).bfloat16()
+        )
+        with pytest.raises(
+            NotImplementedError, match="^attention has no derivative in forward mode.*detach its inputs$"
+        ):
+            call(*((dual, tensors[1]) if of_cache else (tensors[0], dual)))
     assert torch.equal(tensors[0], before)
+    with torch.no_grad():
+        call(tensors[0].requires_grad_(), tensors[1])
 
 
 class Ops(TorchDispatchMode):

@@ -4,7 +4,6 @@ import emulation
 import numpy as np
 import pytest
 from emulation import ROWS
-from products import pairwise
 
 # test_kernels_on_host.py has one kernel of each pass.
 pytestmark = pytest.mark.slow
@@ -52,15 +51,15 @@ DECISIONS = [
 ]
 
 
-def check_against_deciding(programs, deciding_program, machines=MACHINES, **call):
+def check_against_deciding(programs, deciding_program, **call):
     # One machine says what all machines say: its bits are compared with those that several have. The largest logits,
     # whose digest comes last, take another kernel and more steps that look for the largest score, but change no other
     # bits.
-    outputs = emulation.check(programs["128"], machines, **call)
+    outputs = check(programs["128"], **call)
     if "slopes" in call:  # whose kernels do not find the largest logits
         assert outputs == emulation.check(deciding_program, MACHINES[:1], **call)
         return
-    with_max_logits = emulation.check(programs["128"], machines, max_logits=1, **call)
+    with_max_logits = check(programs["128"], max_logits=1, **call)
     assert with_max_logits == emulation.check(deciding_program, MACHINES[:1], max_logits=1, **call)
     assert with_max_logits.startswith(outputs) and len(with_max_logits) > len(outputs)
 
@@ -75,19 +74,21 @@ def test_no_bits_change_where_no_largest_score_is_looked_for(programs, deciding_
 def test_no_bits_change_where_a_score_is_as_far_above_the_reference_as_it_may_be(
     programs, deciding_program, climb, climb_from
 ):
-    """By 8 of the logarithm to base 2, but for roundings. There is one tile, which all machines compute alike."""
+    """By 8 of the logarithm to base 2, but for roundings."""
     scale = 8 / (climb * np.log2(np.e))
     call = dict(seqlen_q=64, seqlen_k=640, climb=climb, climb_from=climb_from, climb_keys=80, climb_alone=1)
     for step in (-2, -1, 0, 1, 2):
         call["scale"] = float(np.float32(scale) * (1 + np.float32(step * 2**-23)))
-        check_against_deciding(programs, deciding_program, MACHINES[:1], **call)
+        check_against_deciding(programs, deciding_program, **call)
 
 
 # With a large scale the reference of a row moves after its first KV tile.
 LENGTHS = [dict(seqlen_q=300, scale=2), dict(seqlen_q=65, seqlen_k=333), dict(seqlen_q=257, seqlen_k=100)]
 
 
-@pytest.mark.parametrize("row, mask, lengths", pairwise(ROWS, ["full", "causal"], LENGTHS), ids=str)
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_dense_masks(programs, row, mask, lengths):
     check(programs[row], mask=mask, heads=2, **lengths)
 
@@ -117,13 +118,17 @@ def test_windows_and_chunks(programs, row, window):
     check(programs[row], **dict(mask="window", seqlen_q=640, seqlen_k=700, heads=4, kv_heads=1) | window)
 
 
-@pytest.mark.parametrize("row, mask, first_key", pairwise(ROWS, ["full", "causal"], [0, 240]))
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("first_key", [0, 240])
 def test_scores_of_minus_infinity(programs, row, mask, first_key):
     """Of a whole KV tile, which rows see: the first that is walked, and one between others."""
     check(programs[row], mask=mask, seqlen_q=500, infinite_key=first_key, infinite_keys=128)
 
 
-@pytest.mark.parametrize("row, sinks, mask", pairwise(ROWS, [0, 1], ["full", "causal"]))
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("sinks", [0, 1])
+@pytest.mark.parametrize("mask", ["full", "causal"])
 def test_a_score_of_plus_infinity(programs, row, mask, sinks):
     """Rows that see it are NaN, with their log-sum-exp, whatever comes before and after; the others are not."""
     for key in (0, 240, 499):
@@ -154,15 +159,9 @@ def test_keys_in_pages_have_the_bits_of_keys_in_one_tensor(programs, row, mask):
         assert check(programs[row], page_rows=page_rows, **call) == expected
 
 
-@pytest.mark.parametrize(
-    "row, score, mask",
-    pairwise(
-        ROWS,
-        ["sinks", "softcap", "slopes", "dropout"],
-        [dict(mask="causal"), dict(mask="window", left=90, right=20)],
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("score", ["sinks", "softcap", "slopes", "dropout"])
+@pytest.mark.parametrize("mask", [dict(mask="causal"), dict(mask="window", left=90, right=20)], ids=str)
 def test_scores(programs, row, score, mask):
     check(programs[row], seqlen_q=200, seqlen_k=260, heads=2, **{score: 0.25 if score == "dropout" else 1}, **mask)
 
@@ -220,11 +219,7 @@ MAX_LOGITS = [
 ]  # fmt: skip
 
 
-# Every call at 64 and 128, half of them at another row and the other half at the next one.
-@pytest.mark.parametrize("row, call", [
-    (row, call) for i, call in enumerate(MAX_LOGITS) for j, row in enumerate(ROWS)
-    if row in ("64", "128") or (i + j) % 2 == 0
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("row, call", [(row, call) for row in ROWS for call in MAX_LOGITS], ids=str)
 def test_largest_logits(programs, row, call):
     outputs = check(programs[row], **call)
     with_max_logits = check(programs[row], max_logits=1, **call)

@@ -1,11 +1,13 @@
 """torch.func's transforms, torch.vmap and is_grads_batched: the bits of torch.autograd.grad, one call at a time."""
 
+import functools
+
 import pytest
 import torch
 from interface_support import FUNCTIONS, assert_same_bits, randn
 from pack_support import int32
 
-from dash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+from dash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from dash_attn.compat import flash_attn_2, flash_attn_3
 
 COUNT = 3
@@ -189,6 +191,15 @@ def test_second_derivatives_and_slopes_raise():
             torch.func.functionalize(function)(q[None], k[None], v[None])
     with pytest.raises(NotImplementedError, match="^alibi_slopes must not require a gradient"):
         torch.func.grad(lambda slopes: loss_of(flash_attn_func, alibi_slopes=slopes)(q, k, v))(torch.ones(2))
+
+
+@pytest.mark.parametrize("head_dim", [20, 32])  # a cache that is copied, and one that is read in place
+def test_functionalize_with_a_cache(head_dim):
+    q, k, v = (x[0] for x in batches(flash_attn_func, head_dim))
+    decode = functools.partial(flash_attn_with_kvcache, cache_seqlens=3)
+    assert torch.equal(torch.func.functionalize(decode)(q, k, v), decode(q, k, v))
+    with pytest.raises(RuntimeError, match="dash_attn::append"):
+        torch.func.functionalize(decode)(q[:, :1], k, v, k[:, :1], v[:, :1])
 
 
 def test_the_ops_follow_torchs_rules():

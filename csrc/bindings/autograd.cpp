@@ -134,18 +134,18 @@ struct Attention : torch::autograd::Function<Attention> {
 };
 
 // Also without gradients: torch.no_grad() does not end forward mode.
-void check_no_tangent(const Tensor& tensor) {
+void check_no_tangent(const Tensor& tensor, const char* remedy = "use torch.func.grad, vjp or jacrev") {
   TORCH_CHECK_NOT_IMPLEMENTED(!tensor._fw_grad(/*level=*/0).defined(),
-                              "attention has no derivative in forward mode (jvp, jacfwd, hessian, dual tensors): use "
-                              "torch.func.grad, vjp or jacrev");
+                              "attention has no derivative in forward mode (jvp, jacfwd, hessian, dual tensors): ",
+                              remedy);
 }
 
-// The autograd kernel of the ops of a cache. Its errors say what has no derivative and what to use instead; those of
-// torch's fallback name only the op.
+// The autograd kernel of the ops of a cache, which have no derivative. The errors of torch's fallback would not say
+// what to do.
 void without_derivative(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   for (const at::IValue& value : torch::jit::last(*stack, op.schema().arguments().size())) {
     if (!value.isTensor() || !value.toTensor().defined()) { continue; }
-    check_no_tangent(value.toTensor());
+    check_no_tangent(value.toTensor(), "with a cache it has none at all, so detach its inputs");
     TORCH_CHECK_NOT_IMPLEMENTED(!(at::GradMode::is_enabled() && value.toTensor().requires_grad()), op.schema().name(),
                                 " has no derivative: call it under torch.no_grad()");
   }

@@ -168,14 +168,19 @@ inline SymInt batch_size(const Tensor& q, const PackTensors& pack) {
   return pack.exists() ? pack.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0);
 }
 
+// How many sequences offsets are for.
+inline SymInt checked_batch(const Tensor& offsets, const char* name) {
+  // Where only the device knows how many sequences there are, a compiled graph checks the number when it runs.
+  TORCH_CHECK_VALUE(offsets.dim() == 1 && offsets.sym_size(0).sym_ge(1).expect_true(__FILE__, __LINE__), name,
+                    " must have shape (batch + 1,), got ", shape_text(offsets));
+  return offsets.sym_size(0) - 1;
+}
+
 // Shapes, not values: those are the device's, and reading them would wait for it.
 inline void check_pack(const PackTensors& pack, const Tensor& q, const PackNames& names = kPackNames) {
   const auto& first = pack.cu_seqlens_q;
   if (!first) { return; }
-  // Where only the device knows how many sequences there are, a compiled graph checks the number when it runs.
-  TORCH_CHECK_VALUE(first->dim() == 1 && first->sym_size(0).sym_ge(1).expect_true(__FILE__, __LINE__),
-                    names.cu_seqlens_q, " must have shape (batch + 1,), got ", shape_text(*first));
-  const SymInt offsets = first->sym_size(0), batch = offsets - 1;
+  const SymInt batch = checked_batch(*first, names.cu_seqlens_q), offsets = first->sym_size(0);
   check_pack_tensor(names.cu_seqlens_q, first, "(batch + 1,)", offsets, q);
   check_pack_tensor(names.cu_seqlens_k, pack.cu_seqlens_k, "(batch + 1,)", offsets, q);
   check_pack_tensor(names.seqused_q, pack.seqused_q, "(batch,)", batch, q);
@@ -334,7 +339,7 @@ inline void check_head_dim_multiple(const char* name, const Tensor& tensor) {
                     size_text(kHeadDimMultiple), ", got ", size_text(tensor.sym_size(-1)));
 }
 
-// What an op checks of a call beside the shapes that check_qkv does.
+// All that an op checks besides what check_qkv does.
 inline void check_options(const Tensor& q, const Tensor& v, const SymInt& batch, const ScoreArguments& scores,
                           double softmax_scale, const MaskArguments& mask, const SymInt& sm_margin) {
   check_head_dim_multiple("q", q);

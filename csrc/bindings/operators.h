@@ -272,7 +272,7 @@ inline void check_forward_of_cache(const Tensor& q, const Tensor& k, const Tenso
                                    OptionalTensor seqused_q, const Cache& cache, double softmax_scale,
                                    const MaskArguments& mask, const SymInt& sm_margin, const ScoreArguments& scores) {
   check_qkv(q, k, v, /*is_pack=*/true);
-  const SymInt batch = cu_seqlens_q ? cu_seqlens_q->sym_numel() - 1 : cache.seqused_k.sym_numel();
+  const SymInt batch = cu_seqlens_q ? checked_batch(*cu_seqlens_q, "cu_seqlens_q") : cache.seqused_k.sym_numel();
   check_pack_tensor("cu_seqlens_q", cu_seqlens_q, "(batch + 1,)", batch + 1, q);
   check_pack_tensor("seqused_q", seqused_q, "(batch,)", batch, q);
   check_options(q, v, batch, scores, softmax_scale, mask, sm_margin);
@@ -313,7 +313,7 @@ inline Outputs forward_of_cache_meta(const Tensor& q, const Tensor& k, const Ten
           at::empty_symint(without_batch(sizes, /*is_pack=*/true), q.options().dtype(at::kFloat))};
 }
 
-// Has autograd raise an error if it still needs the values from before.
+// Tells autograd that the tensor is overwritten: a backward that has saved its old values then raises an error.
 inline void mark_as_written(const Tensor& tensor) {
   if (!tensor.is_inference()) { tensor.unsafeGetTensorImpl()->bump_version(); }
 }

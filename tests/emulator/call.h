@@ -2,7 +2,7 @@
 //
 //   dtype=bf16|fp16 mask=full|causal|window left= right= chunk= batch= seqlen_q= seqlen_k= heads= kv_heads= head_dim=
 //   value_head_dim= pack=Q:K,Q:K,...  sinks=1 softcap= slopes=1 dropout= scale=
-//   finishes_dq=0|1: whether who adds last makes dQ; short_tiles=1: wherever there can be short query tiles
+//   finishes_dq=0|1: whether who adds last makes dQ; short_tiles=1: short query tiles wherever they are possible
 //   sms=N,... seed=N,...: the machines, one after the other, which must find the same bits
 //   infinite_key=, infinite_keys=, infinite_sign=1: keys of sequence 0 whose scores are all -inf, or +inf;
 //   nan_value=, nan_values=: values that are NaN; nan_query=: a query whose head 0 is NaN;
@@ -170,12 +170,13 @@ class Call {
   template <typename Launch, typename Bits, typename Check>
   void on_machines(AttentionArguments& a, Launch&& launch, Bits&& bits, Check&& check) {
     const std::vector<int> sms = numbers("sms", "4"), seeds = numbers("seed", "0");
+    if (seeds.empty() || (sms.size() != 1 && sms.size() != seeds.size())) { fail("sms= does not go with seed="); }
     std::string expected;
     for (size_t i = 0; i < seeds.size(); ++i) {
       a.num_sms = sms[i % sms.size()];
       Machine on(seeds[i]);
       machine = &on;
-      where = ", on " + std::to_string(a.num_sms) + " SMs with seed " + std::to_string(seeds[i]);
+      machine_text = ", on " + std::to_string(a.num_sms) + " SMs with seed " + std::to_string(seeds[i]);
       launch();
       const std::string found = bits();
       if (found != expected) { check(); }

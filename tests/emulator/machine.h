@@ -27,10 +27,10 @@ constexpr int kNamedBarriers = 16;
 constexpr int kStackBytes = 96 << 10;
 constexpr int kLongestTime = 4;  // in turns, that something takes
 
-inline std::string where;  // something fails: for messages
+inline std::string machine_text;  // on what machine something fails: for messages
 
 [[noreturn]] inline void fail(const std::string& what) {
-  std::printf("%s%s\n", what.c_str(), where.c_str());
+  std::printf("%s%s\n", what.c_str(), machine_text.c_str());
   std::fflush(stdout);
   std::_Exit(1);  // other fibers have stacks of their own
 }
@@ -177,7 +177,8 @@ class Machine {
     return self.seen = *semaphore;
   }
 
-  // What a lane makes of the CTA's shared memory, kept for the others. Whoever writes there for products says so.
+  // Keeps for other lanes what one lane decodes from the CTA's shared memory. Every write that a product may read is
+  // followed by wrote_shared().
   template <typename Make>
   const float* read_once(uint64_t key, int count, Make&& make) {
     Read& found = block_->reads[key];

@@ -6,7 +6,7 @@
 
 namespace dash_attn {
 
-// Of eight at a time, which compilers do not find themselves.
+// Eight elements at a time. Compilers do not vectorize this on their own.
 using EightWords = uint32_t __attribute__((vector_size(32)));
 using EightFloats = float __attribute__((vector_size(32)));
 
