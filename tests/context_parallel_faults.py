@@ -23,10 +23,12 @@ from dash_attn.distributed import (
     carry,
     context_parallel_attention,
     context_parallel_varlen_attention,
+    movement,
     ulysses,
 )
 
 WRONG_RANK = 1
+LATE_RANK, LATE_S = 2, 1.0  # It starts its messages after the wrong rank has died.
 TIMEOUT_S = 12.0
 ROWS, HEADS = 64, 6
 
@@ -87,8 +89,11 @@ def run(fault: str, rank: int, device: str) -> None:
     if wrong and fault == "dies between":
         # After the ranks have agreed on the call, before it sends its part.
         ulysses.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    if wrong and fault == "dies in the backward, few heads":
+    if wrong and fault in ("dies in the backward, few heads", "dies before a message of the backward, few heads"):
         carry.Carrier._send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    if rank == LATE_RANK and fault == "dies before a message of the backward, few heads":
+        begin = movement._begin
+        movement._begin = lambda *args: (time.sleep(LATE_S), begin(*args))[1]
     if fault.startswith("offsets"):
         offsets = torch.tensor(
             [0, 9 if wrong and "longest" not in fault else 8, 384 if "past" not in fault else 385], dtype=torch.int32

@@ -69,7 +69,14 @@ def test_a_disagreement_is_no_end(of_agreement):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault", ["dies", "dies between", "dies before the backward", "dies in the backward, few heads"]
+    "fault",
+    [
+        "dies",
+        "dies between",
+        "dies before the backward",
+        "dies in the backward, few heads",
+        "dies before a message of the backward, few heads",
+    ],
 )
 def test_a_rank_that_dies(tmp_path, fault):
     of_ranks = outcomes(tmp_path, RANKS, fault)

@@ -6,12 +6,13 @@ through the job's store: each of them notes that it is alive, and the ranks with
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed import distributed_c10d
 
 from .background import Background
 
+Begun = TypeVar("Begun")
 Made = TypeVar("Made")
 
 _RECORD_BYTES = 4096
@@ -105,7 +107,7 @@ class Channel:
             RankError: a rank died or stalls.
         """
         began = time.monotonic()
-        try:
+        with self._found_lost(what, began):
             work = start()
             looked, pause = began, 0.0
             while not work.is_completed():
@@ -127,6 +129,21 @@ class Channel:
                 time.sleep(pause)
                 pause = min(pause + 2e-5, _LONGEST_PAUSE_S)
             work.wait()
+
+    def begin(self, start: Callable[[], Begun], what: str) -> Begun:
+        """Starts a message and returns its work. The start already fails if the other end's connection is lost.
+
+        Raises:
+            RankError: a rank died or stalls.
+        """
+        with self._found_lost(what, time.monotonic()):
+            return start()
+
+    @contextlib.contextmanager
+    def _found_lost(self, what: str, began: float) -> Iterator[None]:
+        """Turns gloo's error about a connection into the RankError that names the lost ranks."""
+        try:
+            yield
         except RankError:
             raise
         except RuntimeError as error:
@@ -224,6 +241,9 @@ class PartOfChannel(Channel):
 
     def wait(self, start: Any, what: str) -> None:
         self._whole.wait(start, what)
+
+    def begin(self, start: Callable[[], Begun], what: str) -> Begun:
+        return self._whole.begin(start, what)
 
 
 def _plain(value: Any) -> str:

@@ -139,7 +139,7 @@ def send(
         tag: the tag, which must be the receiver's too.
 
     Raises:
-        RankError: from the result, as in `exchange`.
+        RankError: also from the result, as in `exchange`.
     """
     return _begin(channel, group, what, dist.isend, x, receiver, tag)
 
@@ -155,12 +155,16 @@ def _begin(
     channel: Channel, group: dist.ProcessGroup, what: str, operation: Any, x: Tensor, other: int, tag: int
 ) -> Callable[[], object]:
     peer = dist.get_global_rank(channel.group, other)
-    # A batch of one message uses the group's NCCL communicator. A single message would create one for the two ranks.
-    (work,) = dist.batch_isend_irecv([dist.P2POp(operation, _bytes(x), peer, group, tag)])
+
+    def start() -> dist.Work:
+        # A batch of one message uses the group's NCCL communicator; a single message would create one for two ranks.
+        (work,) = dist.batch_isend_irecv([dist.P2POp(operation, _bytes(x), peer, group, tag)])
+        return work
+
     if x.device.type != "cpu":
-        return work.wait
+        return start().wait
     # gloo reports the end of a message only to the thread that waits for it.
-    message = Background(work.wait)
+    message = Background(channel.begin(start, what).wait)
     return lambda: channel.wait(lambda: message, what)
 
 
