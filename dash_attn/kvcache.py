@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import cache_checks, checks, ops, rotary  # noqa: F401  ops registers torch.ops.dash_attn
+from . import _schedule, cache_checks, checks, ops, rotary  # noqa: F401  ops registers torch.ops.dash_attn
 from .packs import multiples, sequence_of_rows
 
 
@@ -197,7 +197,7 @@ def attend(
     seqlen_q = q.shape[1]
     packed_q = q.flatten(0, 1) if cu_seqlens_q is None else q
     arguments |= {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q}
-    in_place = _in_place(cache, batch)
+    in_place = _in_place(packed_q, cache, batch, arguments)
     if in_place is not None:
         del arguments["schedule"]
         arguments["softmax_scale"] = q.shape[-1] ** -0.5 if scale is None else scale
@@ -350,7 +350,10 @@ def _rows_of_batch(x: Tensor, cu_seqlens: Tensor | None, batch: int) -> _RowsOfB
 
 
 _BOX_ROWS = 16
-"""Rows of a page that the kernels read at a time (PageTable in csrc/placement/sequences.h)."""
+"""Rows of a page that TMA loads at a time (PageTable in csrc/placement/sequences.h)."""
+
+_MOST_ROWS = 64
+"""Rows of a short query tile. With more of them, a copy of the keys and values is presumably faster than their rows."""
 
 
 class _InPlace(NamedTuple):
@@ -371,8 +374,13 @@ def _table(cache: Cache) -> Tensor | None:
     return cache.batch_idx[:, None] if cache.table is None and cache.batch_idx is not None else cache.table
 
 
-def _in_place(cache: Cache, batch: int) -> _InPlace | None:
-    """The cache as the kernels read it where it lies, or None where a copy or nothing at all has to be made of it."""
+def _in_place(q: Tensor, cache: Cache, batch: int, arguments: dict[str, Any]) -> _InPlace | None:
+    """The cache as the kernels read it where it lies, or None where a copy or nothing at all has to be made of it.
+
+    Args:
+        q: (total_q, heads, head_dim).
+        arguments: those of the op.
+    """
     k, v, table = cache.k, cache.v, _table(cache)
     if torch.compiler.is_compiling() or cache.leftpad is not None:
         return None
@@ -380,7 +388,10 @@ def _in_place(cache: Cache, batch: int) -> _InPlace | None:
         return None
     if k.shape[-1] % 8 or v.shape[-1] % 8:
         return None  # the op pads head dims in a copy
-    if table is not None and (table.shape[1] == 0 or (table.shape[1] > 1 and k.shape[1] % _BOX_ROWS)):
+    if table is not None and table.shape[1] == 0:
+        return None
+    cuts_boxes = table is not None and table.shape[1] > 1 and k.shape[1] % _BOX_ROWS != 0
+    if cuts_boxes and not _reads_rows_of_pages(q, k, v, batch, arguments):
         return None
     distance = _pitch(k)
     if distance is None or distance != _pitch(v):
@@ -388,6 +399,24 @@ def _in_place(cache: Cache, batch: int) -> _InPlace | None:
     rows = (k.shape[0] - 1) * distance + k.shape[1]
     flat_k, flat_v = (x.as_strided((rows, *x.shape[2:]), x.stride()[1:]) for x in (k, v))
     return _InPlace(flat_k, flat_v, table, k.shape[1], distance)
+
+
+def _reads_rows_of_pages(q: Tensor, k: Tensor, v: Tensor, batch: int, arguments: dict[str, Any]) -> bool:
+    """Whether a kernel for short query tiles serves the call. Only these load single rows of pages."""
+    mask = _schedule.mask_name(
+        causal=arguments["causal"], window=(arguments["window_left"], arguments["window_right"]),
+        attention_chunk=arguments["attention_chunk"],
+    )  # fmt: skip
+    group = q.shape[1] // k.shape[2]
+    rows = q.shape[0] * (group if group & (group - 1) == 0 else 1)
+    return (
+        mask != "window"
+        and arguments["softcap"] == 0
+        and arguments["alibi_slopes"] is None
+        and k.shape[3] <= 192
+        and v.shape[3] <= 128
+        and rows <= _MOST_ROWS * batch
+    )
 
 
 def _contents(cache: Cache, seqlens: Tensor) -> tuple[Tensor, Tensor]:

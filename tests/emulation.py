@@ -27,7 +27,7 @@ OBJECTS_FOLDER, OBJECTS_LOCK = tempfile.TemporaryDirectory(), threading.Lock()
 CHOICES = (
     ("launch/backward_plan.cu", "  TileGrid mean = grid;\n",
      "  if (emulator::finishes_dq) { return *emulator::finishes_dq; }\n  TileGrid mean = grid;\n"),
-    ("launch/forward_plan.cu", "(a.pages.exists() || (", "(emulator::has_short_tiles || a.pages.exists() || ("),
+    ("launch/forward_plan.cu", "return a.pages.exists() ||", "return emulator::has_short_tiles || a.pages.exists() ||"),
 )  # fmt: skip
 
 

@@ -95,7 +95,7 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("form", ["plain", "indexed", "pages of 64", "pages of 16"])
+@pytest.mark.parametrize("form", ["plain", "indexed", "pages of 64", "pages of 16", "pages of 6", "pages of 1"])
 @pytest.mark.parametrize("appends", [False, True])
 def test_a_step_of_decoding_runs_no_op_of_torch(form, appends):
     """Each would be a launch, which costs as much time as reading megabytes of keys."""
@@ -110,3 +110,19 @@ def test_a_step_of_decoding_runs_no_op_of_torch(form, appends):
         flash_attn_with_kvcache(*on_meta, causal=True, **arguments)
     # Before anything is written, the op's checks run on tensors without values.
     assert ops.names == (["forward", "append", "forward_of_cache"] if appends else ["forward_of_cache"])
+
+
+@pytest.mark.parametrize("arguments", [
+    {"softcap": 30.0}, {"alibi_slopes": torch.ones(4)}, {"window_size": (8, 0)}, {"seqlen_q": 33}, {"value_dim": 136},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("page_rows", [6, 16])
+def test_calls_that_copy_pages_unless_boxes_divide_them(arguments, page_rows):
+    """No kernel for tall query tiles loads single rows of pages. Two heads of 32 queries fill a short tile."""
+    table, pages = torch.arange(2 * 96 // page_rows, dtype=torch.int32).view(2, -1), 2 * 96 // page_rows
+    arguments = {"block_table": table, "cache_seqlens": int32(3, 5), "seqlen_q": 32, "value_dim": 128, **arguments}
+    arguments = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    q, value_dim = bf16(2, arguments.pop("seqlen_q"), 4, 64), arguments.pop("value_dim")
+    tensors = q, bf16(pages, page_rows, 2, 64), bf16(pages, page_rows, 2, value_dim)
+    with Ops() as ops:
+        flash_attn_with_kvcache(*(x.to("meta") for x in tensors), **arguments)
+    assert ("forward_of_cache" in ops.names) == (page_rows == 16)

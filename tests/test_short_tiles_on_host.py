@@ -57,8 +57,29 @@ def test_pages(programs, row):
         assert emulation.check(programs[row], MACHINES, page_rows=page_rows, **call) == expected
 
 
+# One query token with eight heads, tiles of several tokens, and more queries than a tile of one warpgroup has rows for.
+# Some sequences have no keys, some fewer than a KV tile, and some have many.
+PACKS = (
+    dict(pack="1:850,1:400,1:0,1:7,1:64,1:1290", heads=8, kv_heads=1),
+    dict(pack="200:600,3:3,0:40", heads=2, kv_heads=2, dtype="fp16"),
+)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("pack", PACKS, ids=str)
+@pytest.mark.parametrize("page_rows", [1, 7, 24, 100])
+def test_pages_that_cut_boxes(programs, row, pack, page_rows):
+    """The rows of these pages are copied by all lanes of a warp."""
+    qk, v = map(int, row.split("x") if "x" in row else (row, row))
+    for dims in ({}, dict(head_dim=qk - 24, value_head_dim=v - 8)):
+        call = dict(mask="causal", **pack, **dims)
+        expected = emulation.check(programs[row], MACHINES[:1], **call)
+        assert emulation.check(programs[row], MACHINES, page_rows=page_rows, **call) == expected
+
+
 NOBODY, WRONG = "nobody can go on", " is "
 PAGES = dict(mask="causal", pack="1:1000", heads=8, kv_heads=1, page_rows=16)
+ROWS_OF_PAGES = PAGES | dict(page_rows=7)
 MANY_PAGES = PAGES | dict(pack=",".join(["1:1000"] * 6), sms=1)
 SHORT = "forward/short_mainloop.h"
 FAULTS = [
@@ -78,6 +99,17 @@ FAULTS = [
     ("if (masked) {", "if (false) {", SHORT, WRONG, PAGES | dict(pack="1:90")),
     # A loader of V that gives no tile back.
     ("      shared_.q_empty[q_.slot()].arrive();\n", "", "forward/load.h", NOBODY, MANY_PAGES),
+    # Rows of pages: a KV tile that is announced before its rows have arrived, or before products may read them; one
+    # that is never announced; a key of the next page that is looked up in this one; columns of the next head.
+    ("wait_for_copies<kTilesAfter>();", "wait_for_copies<kTilesAfter + 1>();", "forward/load.h", WRONG, ROWS_OF_PAGES),
+    ("    ptx::wait_for_copies<kTilesAfter>();\n    ptx::fence_async_shared();\n",
+     "    ptx::wait_for_copies<kTilesAfter>();\n", "forward/load.h", WRONG, ROWS_OF_PAGES),
+    ("      complete_copies<0>();\n", "", "forward/load.h", NOBODY, ROWS_OF_PAGES),
+    ("        const int key = kv_tile * Variant::kKey + i * 32 + lane;\n",
+     "        const int key = kv_tile * Variant::kKey + i * 32 + lane / 2 * 2;\n", "forward/load.h", WRONG,
+     ROWS_OF_PAGES),
+    ("has_columns = column < source.columns;", "has_columns = true;", "forward/gather.h", WRONG,
+     ROWS_OF_PAGES | dict(head_dim=104)),
 ]  # fmt: skip
 
 

@@ -300,8 +300,7 @@ PageTable pages_of(const Cache& cache, const AttentionArguments& arguments, int3
   const int64_t most = table ? table->size(1) : 1, pages = table ? 1 : arguments.batch;
   STD_TORCH_CHECK(most >= 1, "block_table must have at least one page of each sequence");
   STD_TORCH_CHECK(page_rows >= 1 && page_distance >= page_rows && most * page_rows < kUnbounded &&
-                      page_distance < kUnbounded && (pages - 1) * page_distance + page_rows <= arguments.seqlen_k &&
-                      (most <= 1 || page_rows % PageTable::kBoxRows == 0),
+                      page_distance < kUnbounded && (pages - 1) * page_distance + page_rows <= arguments.seqlen_k,
                   "no page can have ", page_rows, " rows at a distance of ", page_distance, ", with ", most,
                   " pages of a sequence and ", arguments.seqlen_k, " rows in all");
   return {data, static_cast<int>(most), static_cast<int>(page_rows), static_cast<int>(page_distance)};

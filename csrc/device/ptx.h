@@ -118,6 +118,23 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, int 
                : "memory");
 }
 
+// 9.7.9.25.3.1 "cp.async": copies 16 bytes to shared memory, the first `bytes` from global memory and the rest zeros, as
+// an operation of the calling thread.
+__device__ __forceinline__ void copy_16_bytes(void* shared, const void* global, int bytes, uint64_t cache_hint) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+               :
+               : "r"(shared_address(shared)), "l"(__cvta_generic_to_global(global)), "r"(bytes), "l"(cache_hint)
+               : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until all but the last `kPending` groups of this thread's copies have been performed.
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // "cp.async.bulk.tensor": copies the box of a tensor that begins at element `c` to shared memory, with a hint for L2,
 // and counts its bytes on `barrier`. The map's address is passed as a number: a pointer would change the machine code.
 struct BoxOrigin {

@@ -28,18 +28,28 @@ __global__ void __launch_bounds__(Variant::kThreads, 1) forward_kernel(const __g
     static_assert(Variant::kConsumers < kWarpgroupWarps);
     const bool leads = ptx::elect_one();
     constexpr Loads kFirst = Variant::kIsShort ? Loads::kAllButV : Loads::kAll;
-    if constexpr (kMayHavePages<Variant>) {
-      if (warp == 0 && params.pages.exists()) { return Loader<Variant, true, kFirst>(shared, params, leads).run(); }
-    }
     if constexpr (Variant::kIsShort) {
+      if (warp == 0 && params.pages.cuts_boxes()) {
+        return Loader<Variant, Keys::kInRows, kFirst>(shared, params, leads).run();
+      }
       if (warp == Variant::kConsumers + 1) {
-        if (params.pages.exists()) { return Loader<Variant, true, Loads::kV>(shared, params, leads).run(); }
-        return Loader<Variant, false, Loads::kV>(shared, params, leads).run();
+        if (params.pages.cuts_boxes()) {
+          return Loader<Variant, Keys::kInRows, Loads::kV>(shared, params, leads).run();
+        }
+        if (params.pages.exists()) {
+          return Loader<Variant, Keys::kInPages, Loads::kV>(shared, params, leads).run();
+        }
+        return Loader<Variant, Keys::kInTensor, Loads::kV>(shared, params, leads).run();
+      }
+    }
+    if constexpr (kMayHavePages<Variant>) {
+      if (warp == 0 && params.pages.exists()) {
+        return Loader<Variant, Keys::kInPages, kFirst>(shared, params, leads).run();
       }
     }
     if (!leads) { return; }
     if (warp == 0) {
-      Loader<Variant, false, kFirst>(shared, params, leads).run();
+      Loader<Variant, Keys::kInTensor, kFirst>(shared, params, leads).run();
     } else if (warp <= Variant::kConsumers) {
       Storer<Variant>(shared, params, warp - 1).run();
     }

@@ -1,7 +1,7 @@
 // The loader: one thread that loads Q, K and V by TMA. It goes through KV tiles from the last to the first, so that
 // masked tiles, which are the last ones, come before the loop. Where keys lie in pages, the loader is a warp: each lane
 // looks up the page of one box of a KV tile, and one lane does all else. For short query tiles, whose KV tiles follow
-// each other fast, another warp loads V.
+// each other fast, another warp loads V. Where pages cut boxes, all lanes of both warps copy (gather.h).
 //
 //   order of loads in a tile:   Q  K(n-1)   K(n-2)  V(n-1)   K(n-3)  V(n-2)   ...   K(0)  V(1)   V(0)
 //   (the order in which they are used: S runs one step ahead of P V)
@@ -9,11 +9,15 @@
 
 #include "../device/tma.h"
 #include "config.h"
+#include "gather.h"
 #include "live_walk.h"
 #include "params.h"
 #include "rows.h"
 
 namespace dash_attn::forward {
+
+// Where the keys of a call lie: in a tensor, in pages that consist of boxes, or in pages that cut boxes.
+enum class Keys { kInTensor, kInPages, kInRows };
 
 // Kernels for windows serve calls with pages, which have no dropout.
 template <typename Variant>
@@ -23,7 +27,7 @@ constexpr bool kMayHavePages = Variant::kMask == MaskKind::kWindow && !Variant::
 enum class Loads { kAll, kAllButV, kV };
 
 // Each query tile of the heads that share K and V reads them once. Q is read once in all.
-template <typename Variant, bool kHasPages = false, Loads kLoads = Loads::kAll>
+template <typename Variant, Keys kKeys = Keys::kInTensor, Loads kLoads = Loads::kAll>
 class Loader {
  public:
   using Element = typename Variant::Element;
@@ -47,6 +51,7 @@ class Loader {
   }
 
  private:
+  static constexpr bool kHasPages = kKeys != Keys::kInTensor;
   static constexpr bool kIsWarp = kHasPages || kLoads == Loads::kV;
   using Swizzle = typename Variant::Swizzle;
   using Ring = RingIndex<Variant::kStages>;
@@ -70,10 +75,11 @@ class Loader {
     RowOrigin key_rows;
   };
 
-  // A KV tile, and with pages the row of the tensor at which the lane's box of it ends.
+  // A KV tile, and with pages the row of the tensor at which the lane's box of it ends, or the rows of its keys.
   struct KeyTile {
     int number;
-    std::conditional_t<kHasPages, int, Empty> end_of_box;
+    std::conditional_t<kKeys == Keys::kInPages, int, Empty> end_of_box;
+    std::conditional_t<kKeys == Keys::kInRows, RowsOfKeys<Variant::kKey>, Empty> rows;
   };
 
   __device__ __forceinline__ Tile tile_at(int place) const {
@@ -134,6 +140,7 @@ class Loader {
     }
     const int next_place = take_place(next_round);
     load_v(kv_tile, kv_head, tile);
+    end_copies();
     return next_place;
   }
 
@@ -153,6 +160,7 @@ class Loader {
           next = find(max_int(kv_tiles.first, kv_tile.number - 1), tile);
           load_v(kv_tile, kv_head, tile);
         }
+        end_copies();
       }
       shared_.q_empty[q_.slot()].arrive();
     }
@@ -232,7 +240,8 @@ class Loader {
 
   __device__ __forceinline__ void load_k(const KeyTile& kv_tile, int kv_head, const Tile& tile) {
     shared_.k_empty[k_.slot()].wait(k_.empty_parity());
-    load_key_tile<Variant::kQkDim>(params_.k, shared_.k_full[k_.slot()], shared_.k[k_.slot()], kv_tile, kv_head, tile);
+    load_key_tile<Variant::kQkDim>(params_.k, params_.rows_of_k, shared_.k_full[k_.slot()], shared_.k[k_.slot()],
+                                   kv_tile, kv_head, tile);
     k_ = k_.next();
   }
 
@@ -243,15 +252,25 @@ class Loader {
       for (auto& left : shared_.out_left) { left.wait(q_.previous().empty_parity()); }
     }
     shared_.v_empty[v_.slot()].wait(v_.empty_parity());
-    load_key_tile<Variant::kValueDim>(params_.v, shared_.v_full[v_.slot()], shared_.v[v_.slot()], kv_tile, kv_head,
-                                      tile);
+    load_key_tile<Variant::kValueDim>(params_.v, params_.rows_of_v, shared_.v_full[v_.slot()], shared_.v[v_.slot()],
+                                      kv_tile, kv_head, tile);
     v_ = v_.next();
   }
 
   // With pages, reads the page table, from global memory: called before the rows are needed (kFindsEarly).
   __device__ __forceinline__ KeyTile find(int kv_tile, const Tile& tile) const {
-    if constexpr (kHasPages) {
-      const int lane = int(threadIdx.x) % 32, key = first_key_of_box(kv_tile, lane);
+    const int lane = int(threadIdx.x) % 32;
+    if constexpr (kKeys == Keys::kInRows) {
+      KeyTile found{kv_tile};
+      for (int i = 0; i * 32 < Variant::kKey; ++i) {
+        const int key = kv_tile * Variant::kKey + i * 32 + lane;
+        // Lanes past the tile look up rows of the next one.
+        found.rows.of[i] = key < tile.sequence.seqlen_k ? params_.pages.row_of(tile.number, key)
+                                                        : RowsOfKeys<Variant::kKey>::kNoRow;
+      }
+      return found;
+    } else if constexpr (kKeys == Keys::kInPages) {
+      const int key = first_key_of_box(kv_tile, lane);
       const int count = lane < kBoxes ? PageTable::keys_of_box(tile.sequence.seqlen_k - key) : 0;
       return {kv_tile, count > 0 ? params_.pages.end_of_box(tile.number, key, count) : 0};
     } else {
@@ -267,14 +286,39 @@ class Loader {
   }
 
   template <int kColumns>
-  __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* place,
-                                                const KeyTile& kv_tile, int kv_head, const Tile& tile) {
+  __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, const RowsOfPages& rows, Barrier& full,
+                                                Element* place, const KeyTile& kv_tile, int kv_head,
+                                                const Tile& tile) {
+    if constexpr (kKeys == Keys::kInRows) {
+      gather_tile<Swizzle, kColumns>(place, rows, kv_head, kv_tile.rows, key_hint());
+      complete_copies<1>();
+      copied_ = &full;
+      return;
+    }
     if (leads()) { full.arrive_and_expect_tx(Variant::kKey * kColumns * sizeof(Element)); }
-    if constexpr (kHasPages) {
+    if constexpr (kKeys == Keys::kInPages) {
       load_boxes<kColumns>(map, full, place, kv_tile, kv_head, tile.sequence.seqlen_k);
     } else if (leads()) {
       load_tile<Swizzle, Variant::kKey, kColumns>(map, full, place, tile.key_rows, kv_tile.number * Variant::kKey,
                                                   kv_head, key_hint());
+    }
+  }
+
+  // Completes the barrier of the last KV tile but `kTilesAfter` whose rows are copied, when these have arrived.
+  template <int kTilesAfter>
+  __device__ __forceinline__ void complete_copies() {
+    if (!copied_) { return; }
+    ptx::wait_for_copies<kTilesAfter>();
+    ptx::fence_async_shared();
+    __syncwarp();
+    if (leads()) { copied_->arrive(); }
+  }
+
+  // Leaves no barrier to be completed: what the loader waits for next may need the KV tiles so far.
+  __device__ __forceinline__ void end_copies() {
+    if constexpr (kKeys == Keys::kInRows) {
+      complete_copies<0>();
+      copied_ = nullptr;
     }
   }
 
@@ -309,6 +353,7 @@ class Loader {
   const bool leads_;
   RingIndex<Variant::kQueryStages> q_;
   Ring k_, v_;
+  std::conditional_t<kKeys == Keys::kInRows, Barrier*, Empty> copied_{};  // of the last tile whose rows are copied
   std::conditional_t<Variant::kHasColumns, ColumnsOfTile, Empty> announced_;  // with the next query tile
 };
 

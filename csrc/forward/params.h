@@ -11,6 +11,13 @@
 
 namespace dash_attn::forward {
 
+// K or V of all pages, for loads without TMA.
+struct RowsOfPages {
+  const void* data;
+  int64_t stride_row, stride_head;  // in elements
+  int columns;
+};
+
 struct KernelParams {
   CUtensorMap q, out;  // boxes of a swizzle block's columns x 64 rows of a query tile
   CUtensorMap k, v;    // boxes of a swizzle block's columns x one KV tile
@@ -26,6 +33,7 @@ struct KernelParams {
   ColumnsView columns;  // for kColumns
   PageTable pages;  // of kernels for windows alone
   LargestLogits largest;
+  RowsOfPages rows_of_k, rows_of_v;  // where pages cut boxes
 };
 
 }  // namespace dash_attn::forward

@@ -48,27 +48,36 @@ forward::QueryTileScheduler make_scheduler(const ForwardPlan& plan) {
   return s;
 }
 
-// Whether tiles have rows for one warpgroup and see keys from the first one on, as the kernels of short tiles require,
-// and these kernels are faster: they take less time for a KV tile, but more to start, and are no faster if all SMs read
-// plain caches.
+// Whether tiles have rows for one warpgroup and see keys from the first one on, as the kernels of short tiles require.
+bool can_be_short(const ForwardPlan& plan) {
+  const forward::QueryTileScheduler& s = plan.params.scheduler;
+  return s.tile_positions << s.group_shift == kWarpgroupRows && s.first_is_short && !plan.call.needs_column_kernel();
+}
+
+// Whether the kernels of short tiles are faster: they take less time for a KV tile, but more to start, and are no faster
+// if all SMs read plain caches.
 bool short_tiles_pay(const ForwardPlan& plan) {
   constexpr int kEnoughKeys = 2048, kManyTilesOfCta = 3;
   const ForwardArguments& a = plan.call;
-  const forward::QueryTileScheduler& s = plan.params.scheduler;
   const int mean_keys = a.reads_cache() ? a.pages.capacity() : a.is_pack() ? a.seqlen_k / a.batch : a.seqlen_k;
-  return s.tile_positions << s.group_shift == kWarpgroupRows && s.first_is_short && !a.needs_column_kernel() &&
-         (a.pages.exists() || (mean_keys >= kEnoughKeys && num_tiles(s) < kManyTilesOfCta * int64_t{a.num_sms}));
+  return a.pages.exists() || (mean_keys >= kEnoughKeys &&
+                              num_tiles(plan.params.scheduler) < kManyTilesOfCta * int64_t{a.num_sms});
 }
 
 // The kernel of `call`, whose tiles may have any height. A kernel of short tiles, which serves every mask as a window
-// and has the same bits, replaces it if this build has one and short tiles pay.
+// and has the same bits, replaces it if this build has one and short tiles pay, or if no other reads the call's pages.
 const ForwardKernel* choose_kernel(const ForwardArguments& call, ForwardPlan& plan) {
-  const ForwardKernel* kernel = &forward_kernel_of(call, plan.call.mask);
-  if (!short_tiles_pay(plan)) { return kernel; }
-  const MaskRule window{MaskKind::kWindow, plan.call.mask.as_window()};
-  if (const ForwardKernel* const of_short_tiles = short_forward_kernel_of(call, window)) {
-    plan.call.mask = window;
-    kernel = of_short_tiles;
+  const ForwardKernel* const kernel = &forward_kernel_of(call, plan.call.mask);
+  if (can_be_short(plan) && short_tiles_pay(plan)) {
+    const MaskRule window{MaskKind::kWindow, plan.call.mask.as_window()};
+    if (const ForwardKernel* const of_short_tiles = short_forward_kernel_of(call, window)) {
+      plan.call.mask = window;
+      return of_short_tiles;
+    }
+  }
+  if (call.pages.cuts_boxes()) {
+    throw std::runtime_error("dash_attn: no kernel of this call reads pages of " + std::to_string(call.pages.page_rows) +
+                             " rows");
   }
   return kernel;
 }
@@ -104,6 +113,7 @@ ForwardPlan plan_forward(const ForwardArguments& call) {
     // share a tile (fixes_rows_of_tiles), so that decoding reads K and V once for all of them.
     plan.pack_rule = forward_pack_rule(call.pages.exists() ? call.mask : a.mask, rows, a.heads, a.kv_heads,
                                        a.head_dims, a.num_sms, a.drops());
+    if (a.pages.cuts_boxes()) { forward::cut_into_short_tiles(plan.pack_rule.scheduler); }
     plan.capacity = plan.pack_rule.most(rows);
   }
   forward::KernelParams& params = plan.params;
@@ -117,6 +127,8 @@ ForwardPlan plan_forward(const ForwardArguments& call) {
   params.sinks = a.sinks;
   params.dropout = make_bits_view(a);
   params.pages = a.pages;
+  params.rows_of_k = {a.k.data, a.k.stride_seqlen, a.k.stride_head, a.head_dims.qk};
+  params.rows_of_v = {a.v.data, a.v.stride_seqlen, a.v.stride_head, a.head_dims.v};
   params.largest = {a.max_logits, a.softmax_scale, a.heads};
   if (call.needs_column_kernel()) { check_column_sizes(call, plan.tiling()); }
   plan.ctas = std::min(params.scheduler.num_tiles, a.num_sms);

@@ -141,6 +141,14 @@ constexpr int64_t estimated_time(ForwardProblem const& p, QueryTileScheduler con
   return share <= rounds ? rounds : share + longest / 2;
 }
 
+constexpr void cut_into_tiles(QueryTileScheduler& s, int rows) {
+  s.tile_positions = s.positions_in(rows);
+  s.query_tiles = ceil_div(s.sequence.seqlen_q, s.tile_positions);
+}
+
+// Gives `s` tiles of the rows of one warpgroup, for kernels that have no others.
+constexpr void cut_into_short_tiles(QueryTileScheduler& s) { cut_into_tiles(s, kWarpgroupRowsOfTile); }
+
 // Gives `s` tiles of the rows of all three warpgroups, or of fewer if that would leave CTAs idle or unevenly loaded, or
 // if sequences have no more rows. Two-consumer kernels always use both warpgroups.
 constexpr void cut_into_tiles(ForwardProblem const& p, TileShape const& tile, QueryTileScheduler& s) {
@@ -149,8 +157,7 @@ constexpr void cut_into_tiles(ForwardProblem const& p, TileShape const& tile, Qu
   // with this many tiles.
   constexpr int kManyTilesOfCta = 16, kManyTilesOfHead = 256;
   auto const cut = [](QueryTileScheduler whole, int rows) {
-    whole.tile_positions = whole.positions_in(rows);
-    whole.query_tiles = ceil_div(whole.sequence.seqlen_q, whole.tile_positions);
+    cut_into_tiles(whole, rows);
     return whole;
   };
   s = cut(s, tile.query);

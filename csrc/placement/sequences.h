@@ -35,13 +35,16 @@ struct RowOrigin {
 struct PageTable {
   const int* pages;   // (batch, max_pages)
   int max_pages;      // of a sequence
-  int page_rows;      // a multiple of kBoxRows, unless a sequence has one page
+  int page_rows;
   int page_distance;  // rows of the tensor from one page to the next
 
-  // Keys that one TMA operation loads: they lie in one page.
+  // Keys that one TMA operation loads.
   static constexpr int kBoxRows = 16;
 
   DASH_HOST_DEVICE constexpr bool exists() const { return pages != nullptr; }
+
+  // Whether a box may have rows of several pages. Then no TMA operation loads it.
+  DASH_HOST_DEVICE constexpr bool cuts_boxes() const { return exists() && max_pages > 1 && page_rows % kBoxRows != 0; }
 
   // Keys that a sequence has room for; fewer than kUnbounded.
   DASH_HOST_DEVICE constexpr int capacity() const { return max_pages * page_rows; }
@@ -50,10 +53,15 @@ struct PageTable {
   // without keys of the sequence is not looked up.
   static DASH_HOST_DEVICE constexpr int keys_of_box(int keys_left) { return max_int(0, min_int(keys_left, kBoxRows)); }
 
+  // The row of the tensor in which a key of a sequence lies.
+  DASH_HOST_DEVICE constexpr int row_of(int sequence, int key) const {
+    int const page = int(uint32_t(key) / uint32_t(page_rows));
+    return pages[int64_t{sequence} * max_pages + page] * page_distance + key - page * page_rows;
+  }
+
   // The row of the tensor after the last key of a box with `count` keys of a sequence, at least one, from `key` on.
   DASH_HOST_DEVICE constexpr int end_of_box(int sequence, int key, int count) const {
-    int const page = int(uint32_t(key) / uint32_t(page_rows));
-    return pages[int64_t{sequence} * max_pages + page] * page_distance + key - page * page_rows + count;
+    return row_of(sequence, key) + count;
   }
 };
 

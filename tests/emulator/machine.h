@@ -103,6 +103,8 @@ class Machine {
     std::vector<BulkOperation> open_bulk;
     std::vector<std::vector<BulkOperation>> bulk_groups;  // committed, and not known to have been performed
     std::vector<std::function<void()>> writes;            // to shared memory, which TMA does not see before a fence
+    std::vector<std::function<void()>> open_copies;       // to shared memory, not committed yet
+    std::vector<std::vector<std::function<void()>>> copy_groups;  // committed, and not waited for
     const int* polled = nullptr;                          // where it last looked for a semaphore, and what it saw
     int seen = 0;
   };

@@ -104,6 +104,33 @@ inline void bulk_load(void* shared, const void* global, int bytes, const void* b
   });
 }
 
+// A copy is performed when it is issued, or after it is waited for: then TMA and products see it after a fence.
+inline void copy_16_bytes(void* shared, const void* global, int bytes, uint64_t) {
+  const auto place = reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global);
+  if (place % 16 != 0) { emulator::fail("a copy off 16 bytes"); }
+  const auto copy = [=, to = emulator::shared_at(shared_address(shared), 16)] {
+    std::memset(to, 0, 16);
+    std::memcpy(to, global, bytes);
+  };
+  if (emulator::machine->is_lazy()) { return emulator::machine->self().open_copies.push_back(copy); }
+  emulator::machine->wrote_shared();
+  copy();
+}
+inline void commit_copies() {
+  auto& self = emulator::machine->self();
+  self.copy_groups.push_back(std::move(self.open_copies));
+  self.open_copies.clear();
+}
+template <int kPending>
+void wait_for_copies() {
+  emulator::machine->wait("copies", [] { return true; });
+  auto& self = emulator::machine->self();
+  while (self.copy_groups.size() > kPending) {
+    for (auto& copy : self.copy_groups.front()) { self.writes.push_back(std::move(copy)); }
+    self.copy_groups.erase(self.copy_groups.begin());
+  }
+}
+
 struct BoxOrigin {
   int x0, x1, x2, x3, x4;
 };
