@@ -7,15 +7,15 @@ PREPARE = $(PYTHON) build_support/prepare.py $(VENV) $(TORCH)
 PREPARE_TESTS = $(PREPARE) test test-frameworks
 
 # Without a GPU, `make demo` and `make test` leave out the kernels, which take long to compile; DASH_ATTN_SKIP_CUDA=0
-# compiles them. `make test-all` and `make build` compile them wherever nvcc is.
+# compiles them. Other targets that build compile them wherever nvcc is.
 demo test: export DASH_ATTN_SKIP_CUDA ?= $(if $(wildcard /dev/nvidiactl),0,1)
 
 # Test files run side by side. A GPU has one process, since some tests need the GPU alone.
-test test-all: export OMP_NUM_THREADS ?= 1
+test test-slow test-all: export OMP_NUM_THREADS ?= 1
 PROCESSES = $(if $(wildcard /dev/nvidiactl),,-n logical --maxprocesses 8 --dist loadfile)
 PYTEST = $(VENV)/bin/python -m pytest -ra $$($(VENV)/bin/python -c "import xdist" && printf '%s' '$(PROCESSES)')
 
-.PHONY: demo test test-all build lint docs wheel clean
+.PHONY: demo test test-slow test-all build lint docs wheel clean
 
 demo:
 	$(PREPARE) demo
@@ -25,6 +25,11 @@ demo:
 test:
 	$(PREPARE_TESTS)
 	$(PYTEST) -m "not slow"
+
+# With all kernels, what `make test` leaves out; and both together.
+test-slow:
+	$(PREPARE_TESTS)
+	$(PYTEST) -m slow
 
 test-all:
 	$(PREPARE_TESTS)

@@ -19,6 +19,9 @@ from kernels import variants
 if not list(hub_layout.PACKAGE.glob("_autograd*.so")):
     pytest.skip("the checkout is not built: an installed package is tested", allow_module_level=True)
 
+# `make test` builds no kernels where there is no GPU.
+pytestmark = pytest.mark.slow
+
 CALL = """
 import sys
 from pathlib import Path
