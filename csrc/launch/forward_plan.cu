@@ -54,8 +54,8 @@ bool can_be_short(const ForwardPlan& plan) {
   return s.tile_positions << s.group_shift == kWarpgroupRows && s.first_is_short && !plan.call.needs_column_kernel();
 }
 
-// Whether the kernels of short tiles are faster: they take less time for a KV tile, but more to start, and are no faster
-// if all SMs read plain caches.
+// Whether the kernels of short tiles are faster: they take less time for a KV tile, but more to start. They are no
+// faster if all SMs read plain caches.
 bool short_tiles_pay(const ForwardPlan& plan) {
   constexpr int kEnoughKeys = 2048, kManyTilesOfCta = 3;
   const ForwardArguments& a = plan.call;
@@ -76,8 +76,8 @@ const ForwardKernel* choose_kernel(const ForwardArguments& call, ForwardPlan& pl
     }
   }
   if (call.pages.cuts_boxes()) {
-    throw std::runtime_error("dash_attn: no kernel of this call reads pages of " + std::to_string(call.pages.page_rows) +
-                             " rows");
+    throw std::runtime_error("dash_attn: no kernel of this call reads pages of " +
+                             std::to_string(call.pages.page_rows) + " rows");
   }
   return kernel;
 }
