@@ -118,8 +118,8 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, int 
                : "memory");
 }
 
-// "cp.async": copies 16 bytes to shared memory as an operation of the calling thread: the first `bytes` come from global
-// memory, and the rest are zeros.
+// "cp.async": copies 16 bytes to shared memory as an operation of the calling thread. The first `bytes` come from
+// global memory, and the rest are zeros.
 __device__ __forceinline__ void copy_16_bytes(void* shared, const void* global, int bytes, uint64_t cache_hint) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
                :
