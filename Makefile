@@ -26,7 +26,7 @@ test:
 	$(PREPARE_TESTS)
 	$(PYTEST) -m "not slow"
 
-# With all kernels, what `make test` leaves out; and both together.
+# What `make test` leaves out, with all kernels; then both together.
 test-slow:
 	$(PREPARE_TESTS)
 	$(PYTEST) -m slow

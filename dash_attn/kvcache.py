@@ -50,9 +50,9 @@ def flash_attn_with_kvcache(
     aligned with the last key.
 
     Keys are never split over SMs: one SM computes a row, however long the cache is. The kernels read the blocks of a
-    `block_table`, and the sequences that a `cache_batch_idx` picks, in place. The call copies them instead if
-    block_size is not a multiple of 16, with cache_leftpad, if a head_dim is not a multiple of 8, and under
-    torch.compile.
+    `block_table`, and the sequences that a `cache_batch_idx` picks, in place. The call copies them instead with
+    cache_leftpad, if a head_dim is not a multiple of 8, under torch.compile, and if block_size is not a multiple of 16
+    in a call that does not decode (docs/usage.md).
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, as in `flash_attn_func`.
@@ -353,7 +353,7 @@ _BOX_ROWS = 16
 """Rows of a page that TMA loads at a time (PageTable in csrc/placement/sequences.h)."""
 
 _MOST_ROWS = 64
-"""Rows of a short query tile. With more of them, a copy of the keys and values is presumably faster than their rows."""
+"""Rows of a short query tile. For more, a copy of the cache is presumably faster than loading it row by row."""
 
 
 class _InPlace(NamedTuple):
@@ -402,7 +402,10 @@ def _in_place(q: Tensor, cache: Cache, batch: int, arguments: dict[str, Any]) ->
 
 
 def _reads_rows_of_pages(q: Tensor, k: Tensor, v: Tensor, batch: int, arguments: dict[str, Any]) -> bool:
-    """Whether a kernel for short query tiles serves the call. Only these load single rows of pages."""
+    """Whether a kernel for short query tiles serves the call, and is presumably faster than a copy of the cache.
+
+    Only these kernels load single rows of pages.
+    """
     mask = _schedule.mask_name(
         causal=arguments["causal"], window=(arguments["window_left"], arguments["window_right"]),
         attention_chunk=arguments["attention_chunk"],

@@ -64,7 +64,14 @@ def test_list_of_variants_is_complete():
     assert len(VARIANTS) == len(forward) + len(short) + len(backward)
 
 
-@pytest.mark.parametrize("library", sorted((ROOT / "dash_attn").glob("*.so")), ids=lambda path: path.name)
+# `make test` builds no kernels where there is no GPU.
+LIBRARIES = [
+    pytest.param(path, marks=pytest.mark.slow if path.name.startswith("_C.") else (), id=path.name)
+    for path in sorted((ROOT / "dash_attn").glob("*.so"))
+]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_libraries_share_libstdcxx(library):
     """A second libstdc++ in the process crashes when it writes a number of an error message."""
     assert "libstdc++.so.6" in needed(library)

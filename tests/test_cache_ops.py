@@ -112,17 +112,24 @@ def test_a_step_of_decoding_runs_no_op_of_torch(form, appends):
     assert ops.names == (["forward", "append", "forward_of_cache"] if appends else ["forward_of_cache"])
 
 
-@pytest.mark.parametrize("arguments", [
-    {"softcap": 30.0}, {"alibi_slopes": torch.ones(4)}, {"window_size": (8, 0)}, {"seqlen_q": 33}, {"value_dim": 136},
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("page_rows", [6, 16])
-def test_calls_that_copy_pages_unless_boxes_divide_them(arguments, page_rows):
-    """No kernel for tall query tiles loads single rows of pages. Two heads of 32 queries fill a short tile."""
-    table, pages = torch.arange(2 * 96 // page_rows, dtype=torch.int32).view(2, -1), 2 * 96 // page_rows
-    arguments = {"block_table": table, "cache_seqlens": int32(3, 5), "seqlen_q": 32, "value_dim": 128, **arguments}
-    arguments = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
-    q, value_dim = bf16(2, arguments.pop("seqlen_q"), 4, 64), arguments.pop("value_dim")
-    tensors = q, bf16(pages, page_rows, 2, 64), bf16(pages, page_rows, 2, value_dim)
-    with Ops() as ops:
-        flash_attn_with_kvcache(*(x.to("meta") for x in tensors), **arguments)
-    assert ("forward_of_cache" in ops.names) == (page_rows == 16)
+# Two heads of 32 queries fill a tile of 64 rows. Three heads share no tile.
+IN_PLACE = [{}, {"causal": True}, {"heads": 6, "seqlen_q": 64}, {"head_dims": (192, 128)}, {"window_size": (-1, 0)}]
+COPIED = [
+    {"softcap": 30.0}, {"alibi_slopes": torch.ones(4)}, {"window_size": (8, 0)}, {"seqlen_q": 33},
+    {"heads": 6, "seqlen_q": 65}, {"head_dims": (64, 136)}, {"head_dims": (200, 128)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_copied, arguments", [(False, x) for x in IN_PLACE] + [(True, x) for x in COPIED], ids=str)
+def test_which_calls_copy_pages_that_cut_boxes(is_copied, arguments):
+    """No kernel for tall query tiles loads single rows of pages."""
+    arguments = {"seqlen_q": 32, "heads": 4, "head_dims": (64, 64), "cache_seqlens": int32(3, 5), **arguments}
+    seqlen_q, heads, (qk, v) = (arguments.pop(name) for name in ("seqlen_q", "heads", "head_dims"))
+    for page_rows in (6, 16):
+        pages = 2 * 96 // page_rows
+        tensors = [bf16(2, seqlen_q, heads, qk), bf16(pages, page_rows, 2, qk), bf16(pages, page_rows, 2, v)]
+        named = {"block_table": torch.arange(pages, dtype=torch.int32).view(2, -1), **arguments}
+        named = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in named.items()}
+        with Ops() as ops:
+            flash_attn_with_kvcache(*(x.to("meta") for x in tensors), **named)
+        assert ("forward_of_cache" in ops.names) == (page_rows == 16 or not is_copied)

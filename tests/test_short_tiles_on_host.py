@@ -5,7 +5,8 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-MACHINES = ((1, 0), (3, 0), (132, 1))  # SMs, which decide how many rows a tile has; the order of turns
+# SMs, which decide how many rows a tile has; the order of turns, of which odd ones delay copies.
+MACHINES = ((1, 0), (3, 0), (132, 1))
 ROWS = ("64", "96", "128", "192x128")
 # Without this option only calls with pages have short tiles here: the others have too few keys or too many tiles.
 WHEREVER_IT_CAN = dict(short_tiles=1)
@@ -74,7 +75,7 @@ def test_pages_that_cut_boxes(programs, row, pack, page_rows):
     for dims in ({}, dict(head_dim=qk - 24, value_head_dim=v - 8)):
         call = dict(mask="causal", **pack, **dims)
         expected = emulation.check(programs[row], MACHINES[:1], **call)
-        assert emulation.check(programs[row], MACHINES, page_rows=page_rows, **call) == expected
+        assert emulation.check(programs[row], (*MACHINES, (1, 1)), page_rows=page_rows, **call) == expected
 
 
 NOBODY, WRONG = "nobody can go on", " is "
@@ -102,9 +103,11 @@ FAULTS = [
     # Rows of pages: a KV tile that is announced before its rows have arrived, or before products may read them; one
     # that is never announced; a key of the next page that is looked up in this one; columns of the next head.
     ("wait_for_copies<kTilesAfter>();", "wait_for_copies<kTilesAfter + 1>();", "forward/load.h", WRONG, ROWS_OF_PAGES),
-    ("    ptx::wait_for_copies<kTilesAfter>();\n    ptx::fence_async_shared();\n",
-     "    ptx::wait_for_copies<kTilesAfter>();\n", "forward/load.h", WRONG, ROWS_OF_PAGES),
+    ("fence_and_arrive(*copied_);", "arrive_together(*copied_);", "forward/load.h", WRONG, ROWS_OF_PAGES),
     ("      complete_copies<0>();\n", "", "forward/load.h", NOBODY, ROWS_OF_PAGES),
+    ("      copied_ = nullptr;\n", "", "forward/load.h", NOBODY, MANY_PAGES | dict(page_rows=7)),
+    ("Swizzle::place(row + row_of_lane, chunk % Swizzle::kChunks)", "(chunk % Swizzle::kChunks)", "forward/gather.h",
+     WRONG, ROWS_OF_PAGES),
     ("        const int key = kv_tile * Variant::kKey + i * 32 + lane;\n",
      "        const int key = kv_tile * Variant::kKey + i * 32 + lane / 2 * 2;\n", "forward/load.h", WRONG,
      ROWS_OF_PAGES),

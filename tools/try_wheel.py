@@ -24,7 +24,7 @@ COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "ninja")
 COPIED = ("tests", "build_support", "tools", "csrc", "docs", "examples", "pyproject.toml", "README.md")
 TESTS = (
     "tests/test_info.py", "tests/test_interface.py", "tests/test_schedule_package.py", "tests/test_aliases.py",
-    "tests/test_cache_ops.py", "tests/test_compat_signatures.py",
+    "tests/test_cache_ops.py", "tests/test_compat_kvcache.py", "tests/test_compat_signatures.py",
 )  # fmt: skip
 START_FILE = "import dash_attn.aliases as aliases; raise SystemExit(aliases.why_no_start_file())"
 

@@ -163,7 +163,7 @@ struct alignas(1024) SharedStorage {
 // The number of arrivals that complete each barrier.
 template <typename Variant>
 struct Arrivals {
-  static constexpr int kTransaction = 1;                          // the thread that announces the bytes
+  static constexpr int kTransaction = 1;                          // the thread that announces bytes or copied rows
   static constexpr int kConsumerWarps = Variant::kConsumerWarps;  // a lane of each warp whose products have completed
   static constexpr int kStagingWarps = kWarpgroupWarps;           // a lane of each warp that has staged its output
   // For each warpgroup: the storer, after the output has left the buffer, and every thread that has read the announced

@@ -1,5 +1,5 @@
 // Copies K or V of a KV tile row by row, for pages that the boxes of TMA do not divide. TMA takes about 54 cycles for a
-// box, however few rows it has; a warp copies two to four rows in a few cycles.
+// box, however few rows it has; a warp copies one to four rows in a few cycles.
 #pragma once
 
 #include "../device/ptx.h"

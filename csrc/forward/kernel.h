@@ -26,25 +26,24 @@ __global__ void __launch_bounds__(Variant::kThreads, 1) forward_kernel(const __g
 
   const auto produce = [&](int warp) {
     static_assert(Variant::kConsumers < kWarpgroupWarps);
+    constexpr int kLoaderOfV = Variant::kConsumers + 1;  // a warp, for short query tiles
     const bool leads = ptx::elect_one();
     constexpr Loads kFirst = Variant::kIsShort ? Loads::kAllButV : Loads::kAll;
     if constexpr (Variant::kIsShort) {
-      if (warp == 0 && params.pages.cuts_boxes()) {
-        return Loader<Variant, Keys::kInRows, kFirst>(shared, params, leads).run();
-      }
-      if (warp == Variant::kConsumers + 1) {
-        if (params.pages.cuts_boxes()) {
-          return Loader<Variant, Keys::kInRows, Loads::kV>(shared, params, leads).run();
-        }
-        if (params.pages.exists()) {
-          return Loader<Variant, Keys::kInPages, Loads::kV>(shared, params, leads).run();
-        }
-        return Loader<Variant, Keys::kInTensor, Loads::kV>(shared, params, leads).run();
+      if (params.pages.cuts_boxes()) {
+        if (warp == 0) { return Loader<Variant, Keys::kInRows, kFirst>(shared, params, leads).run(); }
+        if (warp == kLoaderOfV) { return Loader<Variant, Keys::kInRows, Loads::kV>(shared, params, leads).run(); }
       }
     }
     if constexpr (kMayHavePages<Variant>) {
       if (warp == 0 && params.pages.exists()) {
         return Loader<Variant, Keys::kInPages, kFirst>(shared, params, leads).run();
+      }
+    }
+    if constexpr (Variant::kIsShort) {
+      if (warp == kLoaderOfV) {
+        if (params.pages.exists()) { return Loader<Variant, Keys::kInPages, Loads::kV>(shared, params, leads).run(); }
+        return Loader<Variant, Keys::kInTensor, Loads::kV>(shared, params, leads).run();
       }
     }
     if (!leads) { return; }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../device/tma.h"
+#include "../device/warp_roles.h"
 #include "config.h"
 #include "gather.h"
 #include "live_walk.h"
@@ -262,6 +263,7 @@ class Loader {
     const int lane = int(threadIdx.x) % 32;
     if constexpr (kKeys == Keys::kInRows) {
       KeyTile found{kv_tile};
+#pragma unroll
       for (int i = 0; i * 32 < Variant::kKey; ++i) {
         const int key = kv_tile * Variant::kKey + i * 32 + lane;
         // Lanes past the tile look up rows of the next one.
@@ -293,25 +295,26 @@ class Loader {
       gather_tile<Swizzle, kColumns>(place, rows, kv_head, kv_tile.rows, key_hint());
       complete_copies<1>();
       copied_ = &full;
-      return;
-    }
-    if (leads()) { full.arrive_and_expect_tx(Variant::kKey * kColumns * sizeof(Element)); }
-    if constexpr (kKeys == Keys::kInPages) {
-      load_boxes<kColumns>(map, full, place, kv_tile, kv_head, tile.sequence.seqlen_k);
-    } else if (leads()) {
-      load_tile<Swizzle, Variant::kKey, kColumns>(map, full, place, tile.key_rows, kv_tile.number * Variant::kKey,
-                                                  kv_head, key_hint());
+    } else {
+      if (leads()) { full.arrive_and_expect_tx(Variant::kKey * kColumns * sizeof(Element)); }
+      if constexpr (kKeys == Keys::kInPages) {
+        load_boxes<kColumns>(map, full, place, kv_tile, kv_head, tile.sequence.seqlen_k);
+      } else if (leads()) {
+        load_tile<Swizzle, Variant::kKey, kColumns>(map, full, place, tile.key_rows, kv_tile.number * Variant::kKey,
+                                                    kv_head, key_hint());
+      }
     }
   }
+
+  // A tile is announced after the next one has got a buffer, and the consumer keeps a third one while it waits.
+  static_assert(kKeys != Keys::kInRows || Variant::kStages >= 3);
 
   // Completes the barrier of the last KV tile but `kTilesAfter` whose rows are copied, when these have arrived.
   template <int kTilesAfter>
   __device__ __forceinline__ void complete_copies() {
     if (!copied_) { return; }
     ptx::wait_for_copies<kTilesAfter>();
-    ptx::fence_async_shared();
-    __syncwarp();
-    if (leads()) { copied_->arrive(); }
+    fence_and_arrive(*copied_);
   }
 
   // Leaves no barrier to be completed: what the loader waits for next may need the KV tiles so far.

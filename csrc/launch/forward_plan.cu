@@ -76,8 +76,9 @@ const ForwardKernel* choose_kernel(const ForwardArguments& call, ForwardPlan& pl
     }
   }
   if (call.pages.cuts_boxes()) {
-    throw std::runtime_error("dash_attn: no kernel of this call reads pages of " +
-                             std::to_string(call.pages.page_rows) + " rows");
+    throw std::runtime_error("dash_attn: no kernel that serves this call reads pages of " +
+                             std::to_string(call.pages.page_rows) + " rows, which are no multiple of " +
+                             std::to_string(PageTable::kBoxRows));
   }
   return kernel;
 }

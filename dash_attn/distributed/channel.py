@@ -21,7 +21,6 @@ from torch.distributed import distributed_c10d
 
 from .background import Background
 
-Begun = TypeVar("Begun")
 Made = TypeVar("Made")
 
 _RECORD_BYTES = 4096
@@ -130,8 +129,8 @@ class Channel:
                 pause = min(pause + 2e-5, _LONGEST_PAUSE_S)
             work.wait()
 
-    def begin(self, start: Callable[[], Begun], what: str) -> Begun:
-        """Starts a message and returns its work. The start already fails if the other end's connection is lost.
+    def begin(self, start: Callable[[], Made], what: str) -> Made:
+        """Starts a message and returns its work. gloo raises already here if the connection to the other end is lost.
 
         Raises:
             RankError: a rank died or stalls.
@@ -242,7 +241,7 @@ class PartOfChannel(Channel):
     def wait(self, start: Any, what: str) -> None:
         self._whole.wait(start, what)
 
-    def begin(self, start: Callable[[], Begun], what: str) -> Begun:
+    def begin(self, start: Callable[[], Made], what: str) -> Made:
         return self._whole.begin(start, what)
 
 

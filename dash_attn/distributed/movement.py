@@ -139,7 +139,7 @@ def send(
         tag: the tag, which must be the receiver's too.
 
     Raises:
-        RankError: also from the result, as in `exchange`.
+        RankError: a rank died or stalls. The error is raised here or by the result, as in `exchange`.
     """
     return _begin(channel, group, what, dist.isend, x, receiver, tag)
 
@@ -147,7 +147,7 @@ def send(
 def receive(
     channel: Channel, group: dist.ProcessGroup, what: str, x: Tensor, sender: int, tag: int
 ) -> Callable[[], object]:
-    """Starts the other end of `send`, which writes into x."""
+    """Starts the other end of `send`, which writes into x. Errors are those of `send`."""
     return _begin(channel, group, what, dist.irecv, x, sender, tag)
 
 
@@ -156,9 +156,11 @@ def _begin(
 ) -> Callable[[], object]:
     peer = dist.get_global_rank(channel.group, other)
 
+    message_of_one = dist.P2POp(operation, _bytes(x), peer, group, tag)
+
     def start() -> dist.Work:
         # A batch of one message uses the group's NCCL communicator; a single message would create one for two ranks.
-        (work,) = dist.batch_isend_irecv([dist.P2POp(operation, _bytes(x), peer, group, tag)])
+        (work,) = dist.batch_isend_irecv([message_of_one])
         return work
 
     if x.device.type != "cpu":

@@ -158,6 +158,24 @@ def test_pages_of_any_size(dims, block_size):
             assert torch.equal(out[b], alone[0][0]) and torch.equal(lse[b], alone[1][0])
 
 
+def test_many_sequences_with_pages_that_cut_boxes():
+    """More query tiles than SMs, whose rows are copied one by one: the next tile begins beside the last copies."""
+    lengths = [(37 * i) % 600 for i in range(400)]
+    keys, values = sequences(kv_heads=1, lengths=lengths)
+    cache, q = fill("paged", keys, values, 616, block_size=7), randn(400, 2, 8, 128, seed=1)
+    out, lse = flash_attn_with_kvcache(
+        q, cache.k_cache, cache.v_cache, causal=True, return_softmax_lse=True, **cache.arguments
+    )
+    offsets = torch.tensor([0, *lengths], device=q.device).cumsum(0, dtype=torch.int32)
+    pack = {"cu_seqlens_k": offsets, "max_seqlen_q": 2, "max_seqlen_k": 600}
+    pack |= {"cu_seqlens_q": torch.arange(0, 801, 2, device=q.device, dtype=torch.int32)}
+    alone = flash_attn_varlen_func(
+        q.flatten(0, 1), torch.cat(keys), torch.cat(values), **pack, causal=True, return_attn_probs=True
+    )
+    assert torch.equal(out.flatten(0, 1), alone[0])
+    assert torch.equal(lse.transpose(1, 2).flatten(0, 1), alone[1].transpose(0, 1))
+
+
 @pytest.mark.parametrize("form", ["plain", "indexed", "paged"])
 def test_a_step_of_decoding_launches_three_kernels(form):
     keys, values = sequences()
