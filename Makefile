@@ -21,7 +21,7 @@ demo:
 	$(PREPARE) demo
 	$(VENV)/bin/python -m dash_attn.demo
 
-# Every part in at most five minutes on two cores; tests that take long or are one of many of a kind are marked slow.
+# Every part in about ten minutes on two cores; tests that take long or are one of many of a kind are marked slow.
 test:
 	$(PREPARE_TESTS)
 	$(PYTEST) -m "not slow"
