@@ -26,7 +26,7 @@ test:
 	$(PREPARE_TESTS)
 	$(PYTEST) -m "not slow"
 
-# What `make test` leaves out, with all kernels; then both together.
+# `make test-slow` runs what `make test` leaves out, with all kernels. `make test-all` runs all tests.
 test-slow:
 	$(PREPARE_TESTS)
 	$(PYTEST) -m slow

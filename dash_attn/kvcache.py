@@ -353,7 +353,7 @@ _BOX_ROWS = 16
 """Rows of a page that TMA loads at a time (PageTable in csrc/placement/sequences.h)."""
 
 _MOST_ROWS = 64
-"""Rows of a short query tile. For more, a copy of the cache is presumably faster than loading it row by row."""
+"""Rows of a short query tile. With more rows, copying the cache is presumably faster than loading it row by row."""
 
 
 class _InPlace(NamedTuple):

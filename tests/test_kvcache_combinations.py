@@ -208,4 +208,4 @@ def test_every_pair_of_values(new_keys):
 @pytest.mark.slow
 @pytest.mark.parametrize("new_keys", NEW_KEYS)
 def test_random_combinations(new_keys):
-    check_all(random_cases(new_keys, 400))
+    check_all(random_cases(new_keys, 1000))

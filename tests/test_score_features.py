@@ -91,7 +91,7 @@ def problems(draw_one):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(problems())
 def test_accuracy_of_products_of_features(problem):
     p = problem

@@ -5,7 +5,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-# SMs, which decide how many rows a tile has; the order of turns, of which odd ones delay copies.
+# The number of SMs, which decides how many rows a tile has, and the seed of the order of turns. Odd seeds delay copies.
 MACHINES = ((1, 0), (3, 0), (132, 1))
 ROWS = ("64", "96", "128", "192x128")
 # Without this option only calls with pages have short tiles here: the others have too few keys or too many tiles.
@@ -100,8 +100,8 @@ FAULTS = [
     ("if (masked) {", "if (false) {", SHORT, WRONG, PAGES | dict(pack="1:90")),
     # A loader of V that gives no tile back.
     ("      shared_.q_empty[q_.slot()].arrive();\n", "", "forward/load.h", NOBODY, MANY_PAGES),
-    # Rows of pages: a KV tile that is announced before its rows have arrived, or before products may read them; one
-    # that is never announced; a key of the next page that is looked up in this one; columns of the next head.
+    # Rows of pages. A KV tile whose barrier is completed before its rows have arrived, before products may read them,
+    # never, or twice; chunks without the swizzle; a key that is looked up twice; columns of the next head.
     ("wait_for_copies<kTilesAfter>();", "wait_for_copies<kTilesAfter + 1>();", "forward/load.h", WRONG, ROWS_OF_PAGES),
     ("fence_and_arrive(*copied_);", "arrive_together(*copied_);", "forward/load.h", WRONG, ROWS_OF_PAGES),
     ("      complete_copies<0>();\n", "", "forward/load.h", NOBODY, ROWS_OF_PAGES),

@@ -1,5 +1,5 @@
-// Copies K or V of a KV tile row by row, for pages that the boxes of TMA do not divide. TMA takes about 54 cycles for a
-// box, however few rows it has; a warp copies one to four rows in a few cycles.
+// Copies K or V of a KV tile row by row, for pages whose size is not a multiple of the rows of a TMA box. TMA takes
+// about 54 cycles for a box, however few rows it has. A warp issues the copies of one to four rows in a few cycles.
 #pragma once
 
 #include "../device/ptx.h"
@@ -12,11 +12,11 @@ namespace dash_attn::forward {
 template <int kKeys>
 struct RowsOfKeys {
   static constexpr int kNoRow = -1;
-  int of[(kKeys + 31) / 32];
+  int of[ceil_div(kKeys, 32)];
 };
 
-// Starts to copy kColumns of these rows to a tile, as operations of the calling threads, which are a warp. Keys without
-// a row and columns that the tensor does not have become zeros.
+// A warp starts to copy kColumns columns of these rows to a tile, as operations of its threads. Keys without a row and
+// columns that the tensor does not have become zeros.
 template <typename Swizzle, int kColumns, int kKeys, typename Element>
 __device__ __forceinline__ void gather_tile(Element* tile, const RowsOfPages& source, int head,
                                             const RowsOfKeys<kKeys>& rows, uint64_t cache_hint) {

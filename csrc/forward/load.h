@@ -306,10 +306,12 @@ class Loader {
     }
   }
 
-  // A tile is announced after the next one has got a buffer, and the consumer keeps a third one while it waits.
+  // The barrier of a tile is completed only after the next tile has got a buffer. The consumer, which waits for that
+  // barrier, may hold a third one.
   static_assert(kKeys != Keys::kInRows || Variant::kStages >= 3);
 
-  // Completes the barrier of the last KV tile but `kTilesAfter` whose rows are copied, when these have arrived.
+  // Waits until the rows of the tile of `copied_` have arrived, while those of kTilesAfter later tiles may still be on
+  // their way, and completes its barrier.
   template <int kTilesAfter>
   __device__ __forceinline__ void complete_copies() {
     if (!copied_) { return; }
@@ -317,7 +319,7 @@ class Loader {
     fence_and_arrive(*copied_);
   }
 
-  // Leaves no barrier to be completed: what the loader waits for next may need the KV tiles so far.
+  // Completes the last barrier. What the loader waits for next may depend on the consumer having all tiles so far.
   __device__ __forceinline__ void end_copies() {
     if constexpr (kKeys == Keys::kInRows) {
       complete_copies<0>();

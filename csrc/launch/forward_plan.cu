@@ -65,7 +65,8 @@ bool short_tiles_pay(const ForwardPlan& plan) {
 }
 
 // The kernel of `call`, whose tiles may have any height. A kernel of short tiles, which serves every mask as a window
-// and has the same bits, replaces it if this build has one and short tiles pay, or if no other reads the call's pages.
+// and has the same bits, replaces it if this build has one and short tiles pay. No other kernel reads pages that cut
+// boxes.
 const ForwardKernel* choose_kernel(const ForwardArguments& call, ForwardPlan& plan) {
   const ForwardKernel* const kernel = &forward_kernel_of(call, plan.call.mask);
   if (can_be_short(plan) && short_tiles_pay(plan)) {
@@ -77,7 +78,7 @@ const ForwardKernel* choose_kernel(const ForwardArguments& call, ForwardPlan& pl
   }
   if (call.pages.cuts_boxes()) {
     throw std::runtime_error("dash_attn: no kernel that serves this call reads pages of " +
-                             std::to_string(call.pages.page_rows) + " rows, which are no multiple of " +
+                             std::to_string(call.pages.page_rows) + " rows, which is not a multiple of " +
                              std::to_string(PageTable::kBoxRows));
   }
   return kernel;
@@ -114,7 +115,7 @@ ForwardPlan plan_forward(const ForwardArguments& call) {
     // share a tile (fixes_rows_of_tiles), so that decoding reads K and V once for all of them.
     plan.pack_rule = forward_pack_rule(call.pages.exists() ? call.mask : a.mask, rows, a.heads, a.kv_heads,
                                        a.head_dims, a.num_sms, a.drops());
-    if (a.pages.cuts_boxes()) { forward::cut_into_short_tiles(plan.pack_rule.scheduler); }
+    if (a.pages.cuts_boxes()) { forward::cut_into_tiles(plan.pack_rule.scheduler, kWarpgroupRows); }
     plan.capacity = plan.pack_rule.most(rows);
   }
   forward::KernelParams& params = plan.params;

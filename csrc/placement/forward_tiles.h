@@ -141,13 +141,11 @@ constexpr int64_t estimated_time(ForwardProblem const& p, QueryTileScheduler con
   return share <= rounds ? rounds : share + longest / 2;
 }
 
+// Gives `s` tiles of so many rows.
 constexpr void cut_into_tiles(QueryTileScheduler& s, int rows) {
   s.tile_positions = s.positions_in(rows);
   s.query_tiles = ceil_div(s.sequence.seqlen_q, s.tile_positions);
 }
-
-// Gives `s` tiles of the rows of one warpgroup, for kernels that have no others.
-constexpr void cut_into_short_tiles(QueryTileScheduler& s) { cut_into_tiles(s, kWarpgroupRowsOfTile); }
 
 // Gives `s` tiles of the rows of all three warpgroups, or of fewer if that would leave CTAs idle or unevenly loaded, or
 // if sequences have no more rows. Two-consumer kernels always use both warpgroups.

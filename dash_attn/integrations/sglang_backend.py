@@ -19,7 +19,7 @@ from torch import Tensor
 from ..kvcache import Cache, NewKeys, attend
 from .sglang import NAME
 
-_PAGE_ROWS = 16  # others would be copied in each call that does not decode
+_PAGE_ROWS = 16  # pages of other sizes would be copied, except in decoding
 
 
 @dataclasses.dataclass

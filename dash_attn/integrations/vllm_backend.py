@@ -44,7 +44,7 @@ class DashAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]  # others would be copied, except in decoding
+        return [MultipleOf(16)]  # pages of other sizes would be copied, except in decoding
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

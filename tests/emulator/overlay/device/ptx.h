@@ -104,7 +104,7 @@ inline void bulk_load(void* shared, const void* global, int bytes, const void* b
   });
 }
 
-// A copy is performed when it is issued, or after it is waited for: then TMA and products see it after a fence.
+// A copy is performed either when it is issued, or by the first fence after the wait for it.
 inline void copy_16_bytes(void* shared, const void* global, int bytes, uint64_t) {
   const auto place = reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global);
   if (place % 16 != 0) { emulator::fail("a copy off 16 bytes"); }
