@@ -47,6 +47,21 @@ def test_masks_by_columns(programs, row, call):
     emulation.check(programs[row], MACHINES, **call)
 
 
+# So many KV tiles that several CTAs plan them, if there are several SMs.
+LONG = FORMS[0] | dict(columns="random", seqlen_q=70, seqlen_k=3900)
+
+
+def test_several_ctas_plan_a_long_sequence(programs_of):
+    emulation.check(programs_of("forward")["128"], MACHINES[:2], **LONG)
+
+
+def test_a_plan_of_which_a_part_is_missing_is_found(tmp_path):
+    fault = ("columns/plan.h", "(int(blockIdx.x) % params.ctas) * kPlanWarps", "0")
+    program = emulation.build(emulation.source(tmp_path, fault), "forward", "128", tmp_path / "run", LONG)
+    with pytest.raises(AssertionError):
+        emulation.check(program, ((3, 0),), **LONG)
+
+
 @pytest.mark.parametrize("name", PASSES)
 def test_a_mask_that_hides_nothing_has_the_bits_of_the_call_without_it(tmp_path, programs_of, name):
     program = emulation.build(emulation.source(tmp_path), name, "128", tmp_path / "program", only=dict(mask="any"))

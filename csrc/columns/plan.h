@@ -1,7 +1,8 @@
 // Plans a pass under a mask by key columns, on the device. A CTA plans one sequence for one head of the mask. It reads
 // the caller's tensor once: a warp for each KV tile writes the queries that its keys hide, and which query tiles it
-// visits. When the whole CTA has done so, a warp for each query tile writes which KV tiles are live. All of this only
-// evaluates contract/columns.h.
+// visits. When the whole CTA has done so, a warp for each query tile writes which KV tiles are live. Several CTAs share
+// a long sequence, in a launch for the KV tiles and one for the query tiles. All of this only evaluates
+// contract/columns.h.
 #pragma once
 
 #include "../contract/columns.h"
@@ -37,6 +38,9 @@ struct PlanParams {
   Window window;
   ColumnArrays arrays;
   int* counter;  // set to zero, or null
+
+  int ctas;  // that share a sequence and head
+  bool plans_keys, plans_queries;  // with several CTAs not in the same launch
 };
 
 // What all lanes share, and the arrays from the sequence's first entry on.
@@ -196,19 +200,25 @@ __device__ __forceinline__ int count_long_tiles(const PlannedSequence& planned) 
 template <Pass kPass>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams params) {
   ptx::launch_dependents();  // which wait for this kernel's end
+  ptx::wait_for_previous_kernel();  // the launch for the KV tiles
   if (params.counter && blockIdx.x == 0 && threadIdx.x == 0) { *params.counter = 0; }
-  const int warp = int(threadIdx.x) / 32;
-  for (int place = blockIdx.x; place < params.batch * params.mask_heads; place += int(gridDim.x)) {
+  const int warp = (int(blockIdx.x) % params.ctas) * kPlanWarps + int(threadIdx.x) / 32;
+  const int warps = params.ctas * kPlanWarps;
+  const int places = params.batch * params.mask_heads;
+  for (int place = blockIdx.x / params.ctas; place < places; place += gridDim.x / params.ctas) {
     const int sequence = place / params.mask_heads;
     const PlannedSequence planned(params, sequence, place - sequence * params.mask_heads);
-    for (int tile = warp; tile < planned.grid.kv_tiles(); tile += kPlanWarps) {
-      plan_kv_tile<kPass>(params, planned, tile);
+    if (params.plans_keys) {
+      for (int tile = warp; tile < planned.grid.kv_tiles(); tile += warps) {
+        plan_kv_tile<kPass>(params, planned, tile);
+      }
     }
+    if (!params.plans_queries) { continue; }
     __syncthreads();
-    for (int tile = warp; tile < planned.grid.query_tiles(); tile += kPlanWarps) {
+    for (int tile = warp; tile < planned.grid.query_tiles(); tile += warps) {
       plan_query_tile<kPass>(planned, int(params.arrays.sizes.words_of_tile), tile);
     }
-    if (kPass == Pass::kBackward && params.mask_heads == 1 && warp == kPlanWarps - 1) {
+    if (kPass == Pass::kBackward && params.mask_heads == 1 && warp == warps - 1) {
       const int long_tiles = count_long_tiles(planned);
       if (threadIdx.x % 32 == 0 && planned.grid.kv_tiles() > 0) { planned.kv_tiles[0].long_tiles = long_tiles; }
     }

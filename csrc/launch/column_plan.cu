@@ -36,9 +36,21 @@ void launch_plan(const AttentionArguments& a, const MaskRule& mask, const Tiling
   params.window = mask.window;
   params.arrays = arrays;
   params.counter = counter;
-  const int64_t ctas = int64_t{a.batch} * params.mask_heads;
-  launch("the plan of a mask", columns::plan_kernel<kPass>, params,
-         within_margin(ctas, columns::kPlanThreads, 0, a.num_sms, a.sm_margin), stream);
+  const int64_t places = int64_t{a.batch} * params.mask_heads;
+  // Of the mean sequence. With fewer tiles, one CTA takes less time than a second launch.
+  const int tiles = int(all_rows(a, a.seqlen_k) / a.batch) / tiling.key;
+  constexpr int kManyTiles = 3 * columns::kPlanWarps;
+  const bool share = tiles >= kManyTiles && 2 * places <= a.num_sms && a.sm_margin == 0;
+  params.ctas = share ? min_int(a.num_sms / int(places), ceil_div(tiles, columns::kPlanWarps)) : 1;
+  const auto launch_part = [&](bool keys, bool queries) {
+    params.plans_keys = keys;
+    params.plans_queries = queries;
+    launch("the plan of a mask", columns::plan_kernel<kPass>, params,
+           within_margin(places * params.ctas, columns::kPlanThreads, 0, a.num_sms, a.sm_margin), stream,
+           {starts_before_previous_ends(!keys)});
+  };
+  launch_part(true, !share);
+  if (share) { launch_part(false, true); }
 }
 
 }  // namespace
