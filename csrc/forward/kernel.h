@@ -21,7 +21,7 @@ template <typename Variant>
 __global__ void __launch_bounds__(Variant::kThreads, 1) forward_kernel(const __grid_constant__ KernelParams params) {
   auto& shared = shared_storage<SharedStorage<Variant>>();
   if (threadIdx.x == 0) { initialise_barriers(shared); }
-  if constexpr (Variant::kHasColumns) { ptx::wait_for_previous_kernel(); }  // the plan of the mask
+  ptx::wait_for_previous_kernel();  // the plan of a pack or of a mask by key columns
   __syncthreads();
 
   const auto produce = [&](int warp) {
