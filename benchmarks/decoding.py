@@ -68,12 +68,13 @@ def calls_of(case: Case, device: torch.device, page_sizes: Sequence[int]) -> dic
     calls = {None: functools.partial(attend, k, v)}
     expected = calls[None]()
     for size in page_sizes:
-        pages = case.batch * case.seqlen // size
-        places = torch.randperm(pages, generator=generator, device=device)
-        paged = [torch.empty(pages, size, *shape[2:], **options) for _ in range(2)]
+        per_sequence = -(-case.seqlen // size)
+        table = torch.randperm(case.batch * per_sequence, generator=generator, device=device).int()
+        paged = [torch.empty(len(table), size, *shape[2:], **options) for _ in range(2)]
         for x, rows in zip(paged, (k, v)):
-            x[places] = rows.view(x.shape)
-        calls[size] = functools.partial(attend, *paged, block_table=places.view(case.batch, -1).int())
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, per_sequence * size - case.seqlen))
+            x[table] = rows.view(x.shape)
+        calls[size] = functools.partial(attend, *paged, block_table=table.view(case.batch, -1))
         if not torch.equal(calls[size](), expected):
             raise ValueError(f"pages of {size} rows give other bits than the plain cache, for {case}")
     return calls
