@@ -352,8 +352,8 @@ def _rows_of_batch(x: Tensor, cu_seqlens: Tensor | None, batch: int) -> _RowsOfB
 _BOX_ROWS = 16
 """Rows of a page that TMA loads at a time (PageTable in csrc/placement/sequences.h)."""
 
-_MOST_ROWS = 64
-"""Rows of a short query tile. With more rows, copying the cache is presumably faster than loading it row by row."""
+_MOST_ROWS = 512
+"""Rows of a sequence. With more, copying the cache is faster than reading it row by row for each query tile."""
 
 
 class _InPlace(NamedTuple):
@@ -402,7 +402,7 @@ def _in_place(q: Tensor, cache: Cache, batch: int, arguments: dict[str, Any]) ->
 
 
 def _reads_rows_of_pages(q: Tensor, k: Tensor, v: Tensor, batch: int, arguments: dict[str, Any]) -> bool:
-    """Whether a kernel for short query tiles serves the call, and is presumably faster than a copy of the cache.
+    """Whether a kernel for short query tiles serves the call, and is faster than a copy of the cache.
 
     Only these kernels load single rows of pages.
     """

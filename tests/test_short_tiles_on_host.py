@@ -101,18 +101,17 @@ FAULTS = [
     # A loader of V that gives no tile back.
     ("      shared_.q_empty[q_.slot()].arrive();\n", "", "forward/load.h", NOBODY, MANY_PAGES),
     # Rows of pages. A KV tile whose barrier is completed before its rows have arrived, before products may read them,
-    # never, or twice; chunks without the swizzle; a key that is looked up twice; columns of the next head.
-    ("wait_for_copies<kTilesAfter>();", "wait_for_copies<kTilesAfter + 1>();", "forward/load.h", WRONG, ROWS_OF_PAGES),
-    ("fence_and_arrive(*copied_);", "arrive_together(*copied_);", "forward/load.h", WRONG, ROWS_OF_PAGES),
-    ("      complete_copies<0>();\n", "", "forward/load.h", NOBODY, ROWS_OF_PAGES),
-    ("      copied_ = nullptr;\n", "", "forward/load.h", NOBODY, MANY_PAGES | dict(page_rows=7)),
-    ("Swizzle::place(row + row_of_lane, chunk % Swizzle::kChunks)", "(chunk % Swizzle::kChunks)", "forward/gather.h",
-     WRONG, ROWS_OF_PAGES),
-    ("        const int key = kv_tile * Variant::kKey + i * 32 + lane;\n",
-     "        const int key = kv_tile * Variant::kKey + i * 32 + lane / 2 * 2;\n", "forward/load.h", WRONG,
+    # never, or too late for the buffers; chunks without the swizzle; a key that is looked up twice; columns of the next
+    # head.
+    ("wait_for_copies<kLeft>();", "wait_for_copies<kLeft + 1>();", "forward/load.h", WRONG, ROWS_OF_PAGES),
+    ("    ptx::fence_async_shared();\n", "", "forward/load.h", WRONG, ROWS_OF_PAGES),
+    ("complete_copies<0>(ring_in_rows());", "", "forward/load.h", NOBODY, ROWS_OF_PAGES),
+    ("kCopiedAhead = Variant::kStages - 2;", "kCopiedAhead = Variant::kStages - 1;", "forward/load.h", NOBODY,
      ROWS_OF_PAGES),
-    ("has_columns = column < source.columns;", "has_columns = true;", "forward/gather.h", WRONG,
-     ROWS_OF_PAGES | dict(head_dim=104)),
+    ("Swizzle::place(row + row_of_lane, chunk)", "chunk", "forward/gather.h", WRONG, ROWS_OF_PAGES),
+    ("Variant::kKey + i * 32 + lane)", "Variant::kKey + i * 32 + lane / 2 * 2)", "forward/load.h", WRONG,
+     ROWS_OF_PAGES),
+    ("found && column < source.columns;", "found;", "forward/gather.h", WRONG, ROWS_OF_PAGES | dict(head_dim=104)),
 ]  # fmt: skip
 
 

@@ -41,7 +41,8 @@ struct Variant {
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
   static_assert(kIsShort ? kConsumers == 1 && kValueDim <= 128 : kConsumers == 2 || kConsumers == 3);
   static_assert(kConsumers <= kMostParts && kWarpgroupRows == kPartRows);
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
+  // One consumer cannot use all registers that the launch has for it.
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kConsumers == 2 ? 40 : 104;
   static constexpr int kConsumerRegisters = consumer_registers(kConsumers, kProducerRegisters);
 
   static constexpr int kQueryTileBytes = kQuery * kQkDim * sizeof(Element);

@@ -7,37 +7,37 @@
 
 namespace dash_attn::forward {
 
-// The rows of the tensor in which the keys of a KV tile lie: lane i has those of its keys i, i + 32, ..., and kNoRow
-// for keys that the sequence does not have.
+// Where the keys of a KV tile lie: lane i has the places of its keys i, i + 32, ...
 template <int kKeys>
-struct RowsOfKeys {
-  static constexpr int kNoRow = -1;
-  int of[ceil_div(kKeys, 32)];
+struct PlacesOfKeys {
+  PageTable::Place of[ceil_div(kKeys, 32)];
 };
 
-// A warp starts to copy kColumns columns of these rows to a tile, as operations of its threads. Keys without a row and
-// columns that the tensor does not have become zeros.
+// A warp starts to copy kColumns columns of these keys to a tile, as operations of its threads. The tile's keys after
+// the first `count`, and columns that the tensor does not have, become zeros. A lane copies the same chunk of each block
+// of its rows, so that only where a row begins is computed for each copy.
 template <typename Swizzle, int kColumns, int kKeys, typename Element>
 __device__ __forceinline__ void gather_tile(Element* tile, const RowsOfPages& source, int head,
-                                            const RowsOfKeys<kKeys>& rows, uint64_t cache_hint) {
-  constexpr int kChunkColumns = 16 / int(sizeof(Element));  // each lane copies 16 bytes
-  constexpr int kChunks = kColumns / kChunkColumns, kRowsAtOnce = 32 / kChunks;
-  static_assert(32 % kRowsAtOnce == 0 && kKeys % kRowsAtOnce == 0);
-  const int lane = int(threadIdx.x) % 32, chunk = lane % kChunks, column = chunk * kChunkColumns;
-  const int row_of_lane = lane / kChunks;
-  const bool copies = row_of_lane < kRowsAtOnce, has_columns = column < source.columns;
-  const Element* const from = static_cast<const Element*>(source.data) + head * source.stride_head + column;
-  Element* const block = tile + column / Swizzle::kColumns * (kKeys * Swizzle::kColumns);
+                                            const PageTable& pages, const PlacesOfKeys<kKeys>& keys, int count,
+                                            uint64_t cache_hint) {
+  constexpr int kChunkColumns = 16 / int(sizeof(Element)), kRowsAtOnce = 32 / Swizzle::kChunks;
+  const int lane = int(threadIdx.x) % 32, chunk = lane % Swizzle::kChunks, row_of_lane = lane / Swizzle::kChunks;
+  const Element* const of_head = static_cast<const Element*>(source.data) + head * source.stride_head;
 #pragma unroll
   for (int first = 0; first < kKeys; first += 32) {
-#pragma unroll 4
+    const Element* const own_row =
+        first + lane < count ? of_head + pages.row_of(keys.of[first / 32]) * source.stride_row : nullptr;
+#pragma unroll
     for (int row = first; row < min_int(first + 32, kKeys); row += kRowsAtOnce) {
-      const int found = __shfl_sync(0xffffffff, rows.of[first / 32], (row + row_of_lane) % 32);
-      const bool exists = has_columns && found != RowsOfKeys<kKeys>::kNoRow;
-      const int place = Swizzle::place(row + row_of_lane, chunk % Swizzle::kChunks) * kChunkColumns;
-      if (copies) {
-        ptx::copy_16_bytes(block + (row + row_of_lane) * Swizzle::kColumns + place,
-                           from + (exists ? found : 0) * source.stride_row, exists ? 16 : 0, cache_hint);
+      const auto found = reinterpret_cast<const Element*>(
+          __shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(own_row), row % 32 + row_of_lane));
+      Element* const to = tile + (row + row_of_lane) * Swizzle::kColumns +
+                          Swizzle::place(row + row_of_lane, chunk) * kChunkColumns;
+#pragma unroll
+      for (int block = 0; block < kColumns / Swizzle::kColumns; ++block) {
+        const int column = block * Swizzle::kColumns + chunk * kChunkColumns;
+        const bool exists = found && column < source.columns;
+        ptx::copy_16_bytes(to + block * kKeys * Swizzle::kColumns, found + column, exists ? 16 : 0, cache_hint);
       }
     }
   }

@@ -76,11 +76,11 @@ class Loader {
     RowOrigin key_rows;
   };
 
-  // A KV tile, and with pages the row of the tensor at which the lane's box of it ends, or the rows of its keys.
+  // A KV tile, and with pages the place of the first key of the lane's box, or of the lane's keys.
   struct KeyTile {
     int number;
-    std::conditional_t<kKeys == Keys::kInPages, int, Empty> end_of_box;
-    std::conditional_t<kKeys == Keys::kInRows, RowsOfKeys<Variant::kKey>, Empty> rows;
+    std::conditional_t<kKeys == Keys::kInPages, PageTable::Place, Empty> box;
+    std::conditional_t<kKeys == Keys::kInRows, PlacesOfKeys<Variant::kKey>, Empty> keys;
   };
 
   __device__ __forceinline__ Tile tile_at(int place) const {
@@ -258,26 +258,20 @@ class Loader {
     v_ = v_.next();
   }
 
-  // With pages, reads the page table, from global memory: called before the rows are needed (kFindsEarly).
+  // With pages, begins to read the page table: called before the places are needed (kFindsEarly). Lanes without a key
+  // read the entry of the last one. If they did not, the others would wait here for theirs.
   __device__ __forceinline__ KeyTile find(int kv_tile, const Tile& tile) const {
-    const int lane = int(threadIdx.x) % 32;
+    KeyTile found{kv_tile};
+    const int lane = int(threadIdx.x) % 32, last_key = tile.sequence.seqlen_k - 1;
+    const auto place_of = [&](int key) { return params_.pages.place_of(tile.number, min_int(key, last_key)); };
+    if constexpr (kKeys == Keys::kInPages) { found.box = place_of(first_key_of_box(kv_tile, lane)); }
     if constexpr (kKeys == Keys::kInRows) {
-      KeyTile found{kv_tile};
 #pragma unroll
       for (int i = 0; i * 32 < Variant::kKey; ++i) {
-        const int key = kv_tile * Variant::kKey + i * 32 + lane;
-        // Lanes past the tile look up rows of the next one.
-        found.rows.of[i] = key < tile.sequence.seqlen_k ? params_.pages.row_of(tile.number, key)
-                                                        : RowsOfKeys<Variant::kKey>::kNoRow;
+        found.keys.of[i] = place_of(kv_tile * Variant::kKey + i * 32 + lane);
       }
-      return found;
-    } else if constexpr (kKeys == Keys::kInPages) {
-      const int key = first_key_of_box(kv_tile, lane);
-      const int count = lane < kBoxes ? PageTable::keys_of_box(tile.sequence.seqlen_k - key) : 0;
-      return {kv_tile, count > 0 ? params_.pages.end_of_box(tile.number, key, count) : 0};
-    } else {
-      return {kv_tile};
     }
+    return found;
   }
 
   // In decoding, one query tile of a sequence reads the keys. Kept in L2, they would displace what all CTAs read, such
@@ -292,9 +286,9 @@ class Loader {
                                                 Element* place, const KeyTile& kv_tile, int kv_head,
                                                 const Tile& tile) {
     if constexpr (kKeys == Keys::kInRows) {
-      gather_tile<Swizzle, kColumns>(place, rows, kv_head, kv_tile.rows, key_hint());
-      complete_copies<1>();
-      copied_ = &full;
+      gather_tile<Swizzle, kColumns>(place, rows, kv_head, params_.pages, kv_tile.keys,
+                                     tile.sequence.seqlen_k - kv_tile.number * Variant::kKey, key_hint());
+      complete_copies<kCopiedAhead>(ring_in_rows().next());
     } else {
       if (leads()) { full.arrive_and_expect_tx(Variant::kKey * kColumns * sizeof(Element)); }
       if constexpr (kKeys == Keys::kInPages) {
@@ -306,25 +300,26 @@ class Loader {
     }
   }
 
-  // The barrier of a tile is completed only after the next tile has got a buffer. The consumer, which waits for that
-  // barrier, may hold a third one.
-  static_assert(kKeys != Keys::kInRows || Variant::kStages >= 3);
+  // How many tiles' copies may be under way when a further tile needs a buffer. The consumer may hold one buffer and
+  // wait for the next tile, whose barrier must then have been completed.
+  static constexpr int kCopiedAhead = Variant::kStages - 2;
 
-  // Waits until the rows of the tile of `copied_` have arrived, while those of kTilesAfter later tiles may still be on
-  // their way, and completes its barrier.
-  template <int kTilesAfter>
-  __device__ __forceinline__ void complete_copies() {
-    if (!copied_) { return; }
-    ptx::wait_for_copies<kTilesAfter>();
-    fence_and_arrive(*copied_);
+  __device__ __forceinline__ Ring ring_in_rows() const { return kLoads == Loads::kV ? v_ : k_; }
+
+  // Completes the barriers of the tiles before `end` but the last kLeft ones, once their rows have arrived.
+  template <int kLeft>
+  __device__ __forceinline__ void complete_copies(Ring end) {
+    if (end.count - copied_.count <= kLeft) { return; }
+    ptx::wait_for_copies<kLeft>();
+    ptx::fence_async_shared();
+    for (; end.count - copied_.count > kLeft; copied_ = copied_.next()) {
+      arrive_together((kLoads == Loads::kV ? shared_.v_full : shared_.k_full)[copied_.slot()]);
+    }
   }
 
-  // Completes the last barrier. What the loader waits for next may depend on the consumer having all tiles so far.
+  // What the loader waits for next may depend on the consumer having all tiles so far.
   __device__ __forceinline__ void end_copies() {
-    if constexpr (kKeys == Keys::kInRows) {
-      complete_copies<0>();
-      copied_ = nullptr;
-    }
+    if constexpr (kKeys == Keys::kInRows) { complete_copies<0>(ring_in_rows()); }
   }
 
   static constexpr int kBoxes = Variant::kKey / PageTable::kBoxRows;
@@ -337,14 +332,17 @@ class Loader {
   template <int kColumns>
   __device__ __forceinline__ void load_boxes(const CUtensorMap& map, Barrier& full, Element* place,
                                              const KeyTile& kv_tile, int kv_head, int seqlen_k) {
+    const auto keys_of_box = [&](int box) {
+      return PageTable::keys_of_box(seqlen_k - first_key_of_box(kv_tile.number, box));
+    };
+    const int own_end = params_.pages.row_of(kv_tile.box) + keys_of_box(int(threadIdx.x) % 32);
     int ends[kBoxes];
 #pragma unroll
-    for (int i = 0; i < kBoxes; ++i) { ends[i] = __shfl_sync(0xffffffff, kv_tile.end_of_box, i); }
+    for (int i = 0; i < kBoxes; ++i) { ends[i] = __shfl_sync(0xffffffff, own_end, i); }
     if (!leads()) { return; }
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
-      const int count = PageTable::keys_of_box(seqlen_k - first_key_of_box(kv_tile.number, i));
-      const RowOrigin rows = RowOrigin::of(true, ends[i], count);
+      const RowOrigin rows = RowOrigin::of(true, ends[i], keys_of_box(i));
 #pragma unroll
       for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
         ptx::load_box(place + column * Variant::kKey + i * PageTable::kBoxRows * Swizzle::kColumns, map,
@@ -358,7 +356,7 @@ class Loader {
   const bool leads_;
   RingIndex<Variant::kQueryStages> q_;
   Ring k_, v_;
-  std::conditional_t<kKeys == Keys::kInRows, Barrier*, Empty> copied_{};  // of the last tile whose rows are copied
+  std::conditional_t<kKeys == Keys::kInRows, Ring, Empty> copied_;  // the first tile whose barrier is not complete
   std::conditional_t<Variant::kHasColumns, ColumnsOfTile, Empty> announced_;  // with the next query tile
 };
 

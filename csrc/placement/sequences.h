@@ -53,16 +53,18 @@ struct PageTable {
   // without keys of the sequence is not looked up.
   static DASH_HOST_DEVICE constexpr int keys_of_box(int keys_left) { return max_int(0, min_int(keys_left, kBoxRows)); }
 
-  // The row of the tensor in which a key of a sequence lies.
-  DASH_HOST_DEVICE constexpr int row_of(int sequence, int key) const {
-    int const page = int(uint32_t(key) / uint32_t(page_rows));
-    return pages[int64_t{sequence} * max_pages + page] * page_distance + key - page * page_rows;
+  // Where a key of a sequence lies.
+  struct Place {
+    int page, row;  // of the page
+  };
+
+  DASH_HOST_DEVICE constexpr Place place_of(int sequence, int key) const {
+    int const entry = int(uint32_t(key) / uint32_t(page_rows));
+    return {pages[int64_t{sequence} * max_pages + entry], key - entry * page_rows};
   }
 
-  // The row of the tensor after the last key of a box with `count` keys of a sequence, at least one, from `key` on.
-  DASH_HOST_DEVICE constexpr int end_of_box(int sequence, int key, int count) const {
-    return row_of(sequence, key) + count;
-  }
+  // The row of the tensor. Its computation waits for the table, which place_of only begins to read.
+  DASH_HOST_DEVICE constexpr int row_of(Place place) const { return place.page * page_distance + place.row; }
 };
 
 // A sequence of a pack: its lengths, and where its rows, its work and its share of the workspace begin.
