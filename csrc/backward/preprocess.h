@@ -96,7 +96,7 @@ __device__ __forceinline__ void zero_unseen_rows(const PreprocessParams<typename
   }
 }
 
-template <typename Geometry, bool kOrderFree, bool kZeroesUnseenRows = Geometry::kCanFinishDq>
+template <typename Geometry, bool kOrderFree>
 __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename Geometry::Element>& params,
                                                  int block) {
   using Element = typename Geometry::Element;
@@ -109,7 +109,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename
   const int first_of_tile = block % Tile::kBlocks * Tile::kRows;
   const int first_row = owner.row(kTileRows) + first_of_tile;
   const int column = threadIdx.x % kThreadsPerRow * 8;
-  if constexpr (kZeroesUnseenRows) { zero_unseen_rows<Geometry>(params, owner, first_row); }
+  if (Geometry::kCanFinishDq && !params.call.columns.exist()) { zero_unseen_rows<Geometry>(params, owner, first_row); }
 
   uint4 out[kPasses], dout[kPasses];
 #pragma unroll
@@ -164,6 +164,17 @@ __device__ __forceinline__ void clear_counters(const PreprocessParams<Element>& 
   clear_integers(params.workspace.next_work, params.num_work_counters);
 }
 
+// The same for all blocks under a mask by key columns, whose plan alone says which rows see no key.
+template <typename Geometry>
+__device__ __forceinline__ void zero_unseen_rows_of_columns(const PreprocessParams<typename Geometry::Element>& params) {
+  using Tile = PreprocessTile<Geometry>;
+  for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
+    TileOwner owner;
+    if (!find_owner<Geometry::kQuery>(params.call, block / Tile::kBlocks, owner)) { return; }
+    zero_unseen_rows<Geometry>(params, owner, owner.row(Geometry::kQuery) + block % Tile::kBlocks * Tile::kRows);
+  }
+}
+
 template <typename Geometry, bool kOrderFree>
 __global__ void __launch_bounds__(kPreprocessThreads, kPreprocessBlocksOfSm<kOrderFree>)
     preprocess_kernel(const PreprocessParams<typename Geometry::Element> params) {
@@ -172,28 +183,8 @@ __global__ void __launch_bounds__(kPreprocessThreads, kPreprocessBlocksOfSm<kOrd
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
     preprocess_block<Geometry, kOrderFree>(params, block);
   }
-  if constexpr (kOrderFree) { ptx::wait_for_previous_kernel(); }  // even if no block had a row
-}
-
-// The same under a mask by key columns, beside the plan of the mask. Only the plan says which rows see no key. Whoever
-// waits for this kernel also waits for the plan.
-template <typename Geometry>
-__global__ void __launch_bounds__(kPreprocessThreads)
-    preprocess_beside_plan_kernel(const PreprocessParams<typename Geometry::Element> params) {
-  using Tile = PreprocessTile<Geometry>;
-  ptx::launch_dependents();
-  clear_counters(params);
-  for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
-    preprocess_block<Geometry, /*kOrderFree=*/false, /*kZeroesUnseenRows=*/false>(params, block);
-  }
-  ptx::wait_for_previous_kernel();
-  if constexpr (Geometry::kCanFinishDq) {
-    for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
-      TileOwner owner;
-      if (!find_owner<Geometry::kQuery>(params.call, block / Tile::kBlocks, owner)) { return; }
-      zero_unseen_rows<Geometry>(params, owner, owner.row(Geometry::kQuery) + block % Tile::kBlocks * Tile::kRows);
-    }
-  }
+  ptx::wait_for_previous_kernel();  // whoever waits for this kernel also waits for that one
+  if (Geometry::kCanFinishDq && params.call.columns.exist()) { zero_unseen_rows_of_columns<Geometry>(params); }
 }
 
 }  // namespace dash_attn::backward

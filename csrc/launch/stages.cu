@@ -77,11 +77,8 @@ void launch_preprocess(const BackwardPlan& plan, cudaStream_t stream) {
     params.lse_batch_stride = plan.params.lse_batch_stride;
     params.lse_head_stride = plan.params.lse_head_stride;
     params.kept = 1 - a.dropout.p;
-    const auto kernel = a.has_columns()
-                            ? &backward::preprocess_beside_plan_kernel<Geometry>
-                            : with_order_free<Geometry>(plan, [](auto order_free) {
-                                return &backward::preprocess_kernel<Geometry, order_free()>;
-                              });
+    const auto kernel = with_order_free<Geometry>(
+        plan, [](auto order_free) { return &backward::preprocess_kernel<Geometry, order_free()>; });
     const bool waits = a.has_columns() || plan.is_order_free();  // for what it needs of the kernel before it
     launch("the backward's preprocess kernel", kernel, params,
            grid_of(a, params.num_blocks, backward::kPreprocessThreads, 0), stream,
