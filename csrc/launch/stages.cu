@@ -107,22 +107,20 @@ void launch_convert(const BackwardPlan& plan, cudaStream_t stream) {
 
 void launch_sinks(const BackwardPlan& plan, cudaStream_t stream) {
   const BackwardArguments& a = plan.call;
-  with_geometry(a, [&](auto geometry) {
-    using Geometry = decltype(geometry);
-    backward::SinkParams params;
-    params.sinks = a.sinks;
-    params.softmax_lse = a.softmax_lse;
-    params.lse_batch_stride = plan.params.lse_batch_stride;
-    params.lse_head_stride = plan.params.lse_head_stride;
-    params.workspace = plan.params.workspace;
-    params.call = sequences_of(plan);
-    params.dsinks = a.dsinks;
-    params.scale = plan.params.dropout.scale;
-    launch("the sums of the sinks' gradient", backward::sink_rows_kernel<Geometry::kQuery>, params,
-           grid_of(a, a.batch * a.heads, backward::kSinkThreads, 0), stream);
-    launch("the sinks' gradient", backward::sink_sequences_kernel, params,
-           grid_of(a, a.heads, backward::kSinkThreads, 0), stream);
-  });
+  backward::SinkParams params;
+  params.sinks = a.sinks;
+  params.softmax_lse = a.softmax_lse;
+  params.lse_batch_stride = plan.params.lse_batch_stride;
+  params.lse_head_stride = plan.params.lse_head_stride;
+  params.workspace = plan.params.workspace;
+  params.call = sequences_of(plan);
+  params.dsinks = a.dsinks;
+  params.scale = plan.params.dropout.scale;
+  params.tile_rows = plan.grid.tiling.query;
+  launch("the sums of the sinks' gradient", backward::sink_rows_kernel, params,
+         grid_of(a, a.batch * a.heads, backward::kSinkThreads, 0), stream);
+  launch("the sinks' gradient", backward::sink_sequences_kernel, params,
+         grid_of(a, a.heads, backward::kSinkThreads, 0), stream);
 }
 
 }  // namespace dash_attn
