@@ -77,11 +77,10 @@ __device__ __forceinline__ void write_rows(const PreprocessParams& params, int t
   }
 }
 
-// Zeroes dQ of a block's rows if no KV tile adds to it.
+// Zeroes dQ of a block's rows, which is not null, if no KV tile adds to it.
 template <typename Tile>
 __device__ __forceinline__ void zero_unseen_rows(const PreprocessParams& params, const TileOwner& owner,
                                                  int first_row) {
-  if (!params.dq.data) { return; }
   const int column = threadIdx.x % Tile::kThreadsPerRow * 8;
   if (adds_to_query_tile(params.call, Tile::kNarrowTiling, owner) > 0 || column >= params.head_dims.qk) { return; }
 #pragma unroll 1
@@ -90,6 +89,16 @@ __device__ __forceinline__ void zero_unseen_rows(const PreprocessParams& params,
     if (row >= owner.lengths.seqlen_q) { return; }
     *reinterpret_cast<uint4*>(params.dq.row(owner.batch, owner.first_row + row, owner.head) + column) =
         make_uint4(0, 0, 0, 0);
+  }
+}
+
+// The same for all blocks under a mask by key columns, whose plan alone says which rows see no key.
+template <typename Tile>
+__device__ __forceinline__ void zero_unseen_rows_of_columns(const PreprocessParams& params) {
+  for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
+    TileOwner owner;
+    if (!find_owner<Tile::kTileRows>(params.call, block / Tile::kBlocks, owner)) { return; }
+    zero_unseen_rows<Tile>(params, owner, owner.row(Tile::kTileRows) + block % Tile::kBlocks * Tile::kRows);
   }
 }
 
@@ -102,7 +111,9 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams& params,
   const int first_of_tile = block % Tile::kBlocks * Tile::kRows;
   const int first_row = owner.row(kTileRows) + first_of_tile;
   const int column = threadIdx.x % kThreadsPerRow * 8;
-  if (Tile::kMayBeNarrow && !params.call.columns.exist()) { zero_unseen_rows<Tile>(params, owner, first_row); }
+  if (Tile::kMayBeNarrow && params.dq.data && !params.call.columns.exist()) {
+    zero_unseen_rows<Tile>(params, owner, first_row);
+  }
 
   uint4 out[kPasses], dout[kPasses];
 #pragma unroll
@@ -154,7 +165,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams& params,
   }
 }
 
-// At most 64 registers a thread, of which the compiler would take more for write_rows, or 48.
+// So that a thread has at most 64 registers, or 48. The compiler would take more for write_rows.
 template <typename Tile>
 constexpr int kPreprocessBlocksOfSm = Tile::kMayBeNarrow ? 4 : 5;
 
@@ -162,16 +173,6 @@ __device__ __forceinline__ void clear_counters(const PreprocessParams& params) {
   clear_integers(params.workspace.dq_semaphores, params.num_dq_semaphores);
   clear_integers(params.workspace.split_semaphores, params.num_split_semaphores);
   clear_integers(params.workspace.next_work, params.num_work_counters);
-}
-
-// The same for all blocks under a mask by key columns, whose plan alone says which rows see no key.
-template <typename Tile>
-__device__ __forceinline__ void zero_unseen_rows_of_columns(const PreprocessParams& params) {
-  for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
-    TileOwner owner;
-    if (!find_owner<Tile::kTileRows>(params.call, block / Tile::kBlocks, owner)) { return; }
-    zero_unseen_rows<Tile>(params, owner, owner.row(Tile::kTileRows) + block % Tile::kBlocks * Tile::kRows);
-  }
 }
 
 template <typename Tile>
@@ -187,7 +188,9 @@ __global__ void __launch_bounds__(kPreprocessThreads, kPreprocessBlocksOfSm<Tile
     }
   }
   ptx::wait_for_previous_kernel();  // whoever waits for this kernel also waits for that one
-  if (Tile::kMayBeNarrow && params.call.columns.exist()) { zero_unseen_rows_of_columns<Tile>(params); }
+  if (Tile::kMayBeNarrow && params.dq.data && params.call.columns.exist()) {
+    zero_unseen_rows_of_columns<Tile>(params);
+  }
 }
 
 }  // namespace dash_attn::backward
