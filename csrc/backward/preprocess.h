@@ -132,7 +132,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams& params,
     }
   }
 
-  float products[kPasses], squares[kPasses];  // of this thread's columns
+  float products[kPasses], squares[kPasses];  // of this thread's columns, then of its rows
   with_element(params.is_bf16, [&](auto element) {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -141,19 +141,22 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams& params,
     }
   });
 
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    products[pass] = sum_of_row<kThreadsPerRow>(products[pass]);
+    if (kOrderFree) { squares[pass] = sum_of_row<kThreadsPerRow>(squares[pass]); }
+  }
+
   __shared__ float products_of_rows[kOrderFree ? Tile::kRows : 1], squares_of_rows[kOrderFree ? Tile::kRows : 1];
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     const int row_of_block = (pass * kPreprocessThreads + threadIdx.x) / kThreadsPerRow;
-    const float product = sum_of_row<kThreadsPerRow>(products[pass]);
+    if (column != 0) { continue; }
     if constexpr (kOrderFree) {
-      const float of_dout = sum_of_row<kThreadsPerRow>(squares[pass]);
-      if (column != 0) { continue; }
-      products_of_rows[row_of_block] = product;
-      squares_of_rows[row_of_block] = of_dout;
+      products_of_rows[row_of_block] = products[pass];
+      squares_of_rows[row_of_block] = squares[pass];
     } else {
-      const float delta = with_gradient_of_lse(params, owner, first_row + row_of_block, product) * params.kept;
-      if (column != 0) { continue; }
+      const float delta = with_gradient_of_lse(params, owner, first_row + row_of_block, products[pass]) * params.kept;
       const int row_of_tile = first_of_tile + row_of_block;
       params.workspace.delta[int64_t(tile) * kTileRows + statistic_position(row_of_tile)] = delta;
     }
