@@ -1,5 +1,5 @@
-// All sizes of the backward: those that follow from dtype and head dims alone (Geometry), and those of the main kernel
-// for a mask, a score and a set of policies (Variant).
+// All sizes of the backward: those that follow from head dims alone (Geometry), and those of the main kernel for a
+// dtype, a mask, a score and a set of policies (Variant).
 #pragma once
 
 #include <cstdint>
@@ -30,9 +30,8 @@ DASH_HOST_DEVICE constexpr bool is_wide(int qk_dim) { return qk_dim > 128; }
 // wait for the last of them.
 DASH_HOST_DEVICE constexpr int dq_parts(int qk_dim) { return is_wide(qk_dim) ? 2 : 1; }
 
-template <typename Element_, int kQkDim_, int kValueDim_>
+template <int kQkDim_, int kValueDim_>
 struct Geometry {
-  using Element = Element_;
   static constexpr bool kWide = is_wide(kQkDim_);
   static constexpr TileShape kTile = backward_tile_shape({kQkDim_, kValueDim_});
   static constexpr int kQuery = kTile.query;
@@ -87,8 +86,9 @@ struct Geometry {
   static_assert(kWide || kStages * kQuery >= kHeadDim, "dK is staged in the buffers of dS");
 };
 
-template <typename Geometry, MaskKind kMask_, typename Score_, typename Policies_>
+template <typename Element_, typename Geometry, MaskKind kMask_, typename Score_, typename Policies_>
 struct Variant : Geometry {
+  using Element = Element_;
   using Score = Score_;
   using Policies = Policies_;
   static constexpr MaskKind kMask = kMask_;
@@ -119,7 +119,6 @@ struct Variant : Geometry {
   static constexpr int kWorkSlots = 2;  // work tiles known at a time: this one, and the next one while its K is loaded
   static constexpr int kPlanSlots = 8;  // steps planned ahead: the loader is up to four steps ahead of the adder
 
-  using Element = typename Geometry::Element;
   static constexpr int kQueryTileBytes = Geometry::kQuery * Geometry::kQkDim * sizeof(Element);
   static constexpr int kDoutTileBytes = Geometry::kQuery * Geometry::kValueDim * sizeof(Element);
   static constexpr int kKeyTileBytes = Geometry::kKey * Geometry::kQkDim * sizeof(Element);

@@ -19,9 +19,9 @@ namespace dash_attn::backward {
 
 constexpr int kConvertThreads = 256;
 
-template <typename Element>
 struct ConvertParams {
-  StridedView<Element> dq;
+  StridedView<uint16_t> dq;
+  bool is_bf16;
   Workspace workspace;
   SequencesOfCall call;
   int num_blocks;  // of the whole call, one for each query tile of the workspace; a smaller grid loops over them
@@ -57,8 +57,20 @@ struct ConvertTask {
   __device__ __forceinline__ int row_of_lane(int index) const {
     return kTransposed ? Layout::element(quad(index / 2), index % 2).query : Layout::element(first, 2 * index).query;
   }
-  static __device__ __forceinline__ int row_of_element(int quad, int i) {
-    return kTransposed ? 2 * quad + i % 2 : i / 2;
+
+  // Replaces sums of `partials` integers each by their values. `scales` are those of the tile's rows.
+  __device__ __forceinline__ void to_values(float4 (&sums)[kQuads], const uint8_t* scales, int partials) const {
+    float units[kRowsOfLane];
+#pragma unroll
+    for (int index = 0; index < kRowsOfLane; ++index) { units[index] = unit_of(scales[row_of_lane(index)]); }
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      float* const x = &sums[quad].x;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        x[i] = sum_of_units(__float_as_uint(x[i]), partials) * units[kTransposed ? 2 * quad + i % 2 : i / 2];
+      }
+    }
   }
 
   // Where the words of row `row` are stored after the exchange: a row of the tile and its first column there.
@@ -108,9 +120,8 @@ __device__ __forceinline__ void store_words(void* row, const uint32_t (&words)[k
   }
 }
 
-template <typename Geometry, bool kOrderFree>
-__device__ __forceinline__ void convert_block(const ConvertParams<typename Geometry::Element>& params, int block) {
-  using Element = typename Geometry::Element;
+template <typename Geometry>
+__device__ __forceinline__ void convert_block(const ConvertParams& params, int block) {
   using Task = ConvertTask<Geometry>;
   constexpr int kQuads = Task::kQuads, kRows = Task::kRows, kWords = Task::kWords;
   TileOwner owner;
@@ -118,20 +129,19 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
 
   // The accumulator is unwritten where the queries see no key, neither in this call nor, with carried sums, in earlier
   // ones.
-  const int adds = adds_to_query_tile<Geometry>(params.call, owner);
+  const int adds = adds_to_query_tile(params.call, {Geometry::kQuery, Geometry::kKey, 1}, owner);
   const bool live = adds > 0 || params.continues.contains(owner.query_tile);
   if (adds > 0 && threadIdx.x < Geometry::kDqParts) {
     const int* const semaphore = params.workspace.dq_semaphores + int64_t(block) * Geometry::kDqParts + threadIdx.x;
     while (ptx::load_acquire(semaphore) != adds) { __nanosleep(100); }
   }
   __syncthreads();
-  bool integers = false;
-  if constexpr (kOrderFree) { integers = live && !needs_order(params.workspace, params.call, owner); }
+  const bool integers = !Geometry::kWide && params.workspace.is_order_free() && live &&
+                        !needs_order(params.workspace, params.call, owner);
   const float4* const source =
       reinterpret_cast<const float4*>(params.workspace.dq_accumulator + int64_t(block) * Geometry::kDqTileFloats);
 
   float4 sums[Task::kTasksOfWarp][kQuads];
-  float units[Task::kTasksOfWarp][Task::kRowsOfLane];
 #pragma unroll
   for (int i = 0; i < Task::kTasksOfWarp; ++i) {
     const int number = i * Task::kWarps + int(threadIdx.x) / 32;
@@ -142,13 +152,6 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
       // Through L1, which holds no older contents: the acquire came before, and nobody reads a sum earlier.
       sums[i][quad] = loads ? __ldcs(source + task.quad(quad)) : make_float4(0.f, 0.f, 0.f, 0.f);
     }
-    if constexpr (kOrderFree) {
-#pragma unroll
-      for (int index = 0; index < Task::kRowsOfLane; ++index) {
-        const int64_t row = int64_t(block) * Geometry::kQuery + task.row_of_lane(index);
-        units[i][index] = integers && loads ? unit_of(params.workspace.scales[row]) : 1.f;
-      }
-    }
   }
 
 #pragma unroll
@@ -156,25 +159,24 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
     const int number = i * Task::kWarps + int(threadIdx.x) / 32;
     if (number >= Task::kTasks) { break; }
     const Task task(number);
-    const auto scaled = [&](int quad, int element, float sum) {
-      if constexpr (kOrderFree) {
-        sum = integers ? sum_of_units(__float_as_uint(sum), adds) : sum;
-        sum *= units[i][Task::row_of_element(quad, element)];
+    if (integers) { task.to_values(sums[i], params.workspace.scales + int64_t(block) * Geometry::kQuery, adds); }
+    uint32_t low[kQuads], high[kQuads], words[kRows][kWords];
+    with_element(params.is_bf16, [&](auto element) {
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) {
+        const float4 x = sums[i][quad];
+        low[quad] = pack<decltype(element)>(x.x * params.dq_scale, x.y * params.dq_scale);
+        high[quad] = pack<decltype(element)>(x.z * params.dq_scale, x.w * params.dq_scale);
       }
-      return sum * params.dq_scale;
-    };
-    uint32_t words[kRows][kWords];
+    });
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
-      const float4 x = sums[i][quad];
-      const uint32_t low = pack<Element>(scaled(quad, 0, x.x), scaled(quad, 1, x.y));
-      const uint32_t high = pack<Element>(scaled(quad, 2, x.z), scaled(quad, 3, x.w));
       if constexpr (Task::kTransposed) {
-        words[quad][0] = transpose_matrix(low);
-        words[quad][1] = transpose_matrix(high);
+        words[quad][0] = transpose_matrix(low[quad]);
+        words[quad][1] = transpose_matrix(high[quad]);
       } else {
-        words[0][quad] = low;
-        words[1][quad] = high;
+        words[0][quad] = low[quad];
+        words[1][quad] = high[quad];
       }
     }
 #pragma unroll
@@ -189,11 +191,16 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
   }
 }
 
-template <typename Geometry, bool kOrderFree>
-__global__ void __launch_bounds__(kConvertThreads)
-    convert_kernel(const ConvertParams<typename Geometry::Element> params) {
+// As many as have registers for the sums that a block loads at once.
+template <int kQkDim>
+constexpr int kConvertBlocksOfSm = kQkDim == 64 || kQkDim == 128 ? 4 : 2;
+
+// For all head dims of V.
+template <int kQkDim>
+__global__ void __launch_bounds__(kConvertThreads, kConvertBlocksOfSm<kQkDim>)
+    convert_kernel(const ConvertParams params) {
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
-    convert_block<Geometry, kOrderFree>(params, block);
+    convert_block<Geometry<kQkDim, kQkDim>>(params, block);
   }
   ptx::wait_for_previous_kernel();  // so that this kernel ends after the main kernel
 }

@@ -55,6 +55,8 @@ struct Workspace {
   int* any_needs_order;           // whether any head needs the order
   int* any_marks;                 // whether any row of the call is marked as not finite
   KeyStatistics* key_statistics;  // (sequence, KV head, chunk)
+
+  __device__ bool is_order_free() const { return scales != nullptr; }
 };
 
 // The sequences of a call, as the kernels other than the main one see them.
@@ -82,14 +84,14 @@ struct TileOwner {
 };
 
 // The KV tiles that add to dQ of a query tile.
-template <typename Geometry>
-__device__ __forceinline__ int adds_to_query_tile(const SequencesOfCall& call, const TileOwner& owner) {
+__device__ __forceinline__ int adds_to_query_tile(const SequencesOfCall& call, Tiling tiling,
+                                                  const TileOwner& owner) {
   if (call.columns.exist()) {
     const int first_row = owner.first_row + (call.pack.is_pack() ? 0 : owner.batch * call.sequence.seqlen_q);
-    const int number = TileNumbers{Geometry::kQuery}.first(owner.number, first_row) + owner.query_tile;
+    const int number = TileNumbers{tiling.query}.first(owner.number, first_row) + owner.query_tile;
     return call.columns.live_tiles(owner.head / call.group_size(), number).count;
   }
-  const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, mask_of(call.mask, owner.lengths)};
+  const TileGrid grid{tiling, mask_of(call.mask, owner.lengths)};
   return grid.kv_tiles_of(owner.query_tile).count;
 }
 

@@ -15,20 +15,37 @@ constexpr int kRowThreads = kHeadDim <= 64    ? 8
 constexpr int kPreprocessThreads = 256;
 
 // How blocks of the preprocess kernel share the rows of a query tile. A tile is a whole number of blocks.
-template <typename Geometry>
+template <int kTileRows_, int kThreadsPerRow_>
 struct PreprocessTile {
-  static constexpr int kThreadsPerRow = kRowThreads<Geometry::kValueDim>;
+  static constexpr int kTileRows = kTileRows_, kThreadsPerRow = kThreadsPerRow_;
   static constexpr int kRowsAtOnce = kPreprocessThreads / kThreadsPerRow;
-  static constexpr int kPassesOfTile = Geometry::kQuery / kRowsAtOnce;
+  static constexpr int kPassesOfTile = kTileRows / kRowsAtOnce;
   static constexpr int kPasses = kPassesOfTile % 4 == 0 ? 4 : kPassesOfTile;  // of a block
   static constexpr int kRows = kPasses * kRowsAtOnce;
-  static constexpr int kBlocks = Geometry::kQuery / kRows;                            // of a query tile
-  static_assert(kBlocks * kRows == Geometry::kQuery && kRows <= kPreprocessThreads);  // a thread writes a row
+  static constexpr int kBlocks = kTileRows / kRows;                            // of a query tile
+  static_assert(kBlocks * kRows == kTileRows && kRows <= kPreprocessThreads);  // a thread writes a row
+
+  // Whether the geometry may be one that is not wide. Only then are sums order-free, or dQ finished, for which KV tiles
+  // matter; those of such geometries are alike.
+  static constexpr bool kMayBeNarrow = kThreadsPerRow < 32;
+  static constexpr Tiling kNarrowTiling = {kTileRows, 2 * kWarpgroupRows, 1};
 };
 
+template <typename Geometry>
+using PreprocessTileOf = PreprocessTile<Geometry::kQuery, kRowThreads<Geometry::kValueDim>>;
+
+// Calls f with an object of the type of the call's elements. Where memory is the limit, the branch costs nothing.
+template <typename F>
+__device__ __forceinline__ void with_element(bool is_bf16, const F& f) {
+  if (is_bf16) {
+    f(bf16{});
+  } else {
+    f(fp16{});
+  }
+}
+
 // This thread's eight columns of row `row` of a head, or zeros past the end.
-template <typename Element>
-__device__ __forceinline__ uint4 load8(const StridedView<const Element>& tensor, int batch, int row, int head,
+__device__ __forceinline__ uint4 load8(const StridedView<const uint16_t>& tensor, int batch, int row, int head,
                                        int column, bool inside) {
   return inside ? *reinterpret_cast<const uint4*>(tensor.row(batch, row, head) + column) : make_uint4(0, 0, 0, 0);
 }

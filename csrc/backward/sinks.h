@@ -20,6 +20,7 @@ struct SinkParams {
   SequencesOfCall call;
   float* dsinks;  // (heads)
   float scale;    // 1 / (1 - p), which D leaves out
+  int tile_rows;  // of a query tile
 };
 
 // Returns the sum over the block in thread 0. `scratch` may be reused after the next barrier.
@@ -35,27 +36,26 @@ __device__ __forceinline__ float sum_of_block(float value, float* scratch) {
 }
 
 // Sums the rows of `block`: a place in the call or in the pack's plan, and a head.
-template <int kTileRows>
 __device__ __forceinline__ void sum_rows_of_sink(const SinkParams& params, int block, float* scratch) {
   const SequencesOfCall& call = params.call;
   const int place = block / call.heads, head = block % call.heads;
   int number = place, seqlen_q = call.sequence.seqlen_q;
-  int64_t lse = place * params.lse_batch_stride, tile = int64_t(block) * ceil_div(seqlen_q, kTileRows);
+  int64_t lse = place * params.lse_batch_stride, tile = int64_t(block) * ceil_div(seqlen_q, params.tile_rows);
   if (call.pack.is_pack()) {
     const PackedSequence& sequence = call.pack.sequences[place];
     number = sequence.number;
     seqlen_q = sequence.lengths.seqlen_q;
     lse = sequence.end_q - seqlen_q;
-    tile = int64_t(sequence.first_query_tile) * call.heads + head * ceil_div(seqlen_q, kTileRows);
+    tile = int64_t(sequence.first_query_tile) * call.heads + head * ceil_div(seqlen_q, params.tile_rows);
   }
   const float sink = params.sinks[head];
   const float* const lse_rows = params.softmax_lse + lse + head * params.lse_head_stride;
-  const float* const delta_rows = params.workspace.delta + tile * kTileRows;
+  const float* const delta_rows = params.workspace.delta + tile * params.tile_rows;
+  static_assert(kProductDepth == 16, "a tile is a whole number of the groups that statistic_position permutes");
   float sum = 0.f;
   for (int row = threadIdx.x; row < seqlen_q; row += kSinkThreads) {
     if (isinf(lse_rows[row])) { continue; }
-    const int in_tile = row % kTileRows;
-    sum = fmaf(-expf(sink - lse_rows[row]), delta_rows[row - in_tile + statistic_position(in_tile)], sum);
+    sum = fmaf(-expf(sink - lse_rows[row]), delta_rows[statistic_position(row)], sum);
   }
   sum = sum_of_block(sum, scratch);
   if (threadIdx.x == 0) {
@@ -63,12 +63,11 @@ __device__ __forceinline__ void sum_rows_of_sink(const SinkParams& params, int b
   }
 }
 
-template <int kTileRows>
-__global__ void __launch_bounds__(kSinkThreads) sink_rows_kernel(const SinkParams params) {
+static __global__ void __launch_bounds__(kSinkThreads) sink_rows_kernel(const SinkParams params) {
   __shared__ float scratch[kSinkThreads / 32];
   for (int block = blockIdx.x; block < params.call.batch * params.call.heads; block += gridDim.x) {
     __syncthreads();
-    sum_rows_of_sink<kTileRows>(params, block, scratch);
+    sum_rows_of_sink(params, block, scratch);
   }
 }
 

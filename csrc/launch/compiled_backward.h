@@ -22,7 +22,7 @@ void launch_compiled(const backward::KernelParams& params, int ctas, bool starts
 template <typename Variant>
 const BackwardKernel& compiled_backward() {
   static constexpr BackwardKernel kKernel{Variant::Swizzle::kColumns, Variant::kStoredRows, Variant::kClusterSize,
-                                          backward::PreprocessTile<Variant>::kBlocks, Variant::kMayFinishDq,
+                                          backward::PreprocessTileOf<Variant>::kBlocks, Variant::kMayFinishDq,
                                           launch_compiled<Variant>};
   return kKernel;
 }

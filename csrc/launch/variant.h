@@ -85,7 +85,7 @@ using ForwardVariant = forward::Variant<typename DtypeName::Element, Dims::kDims
 
 template <typename DtypeName, typename Dims, typename MaskName, typename ScoreName, typename Policies>
 using BackwardVariant =
-    backward::Variant<backward::Geometry<typename DtypeName::Element, Dims::kDims.qk, Dims::kDims.v>, MaskName::kKind,
+    backward::Variant<typename DtypeName::Element, backward::Geometry<Dims::kDims.qk, Dims::kDims.v>, MaskName::kKind,
                       typename ScoreName::Score, Policies>;
 
 template <typename Variant>
@@ -113,19 +113,15 @@ inline std::string head_dims_text(HeadDims dims) {
 
 // Calls f with an object of the backward's geometry for these arguments.
 template <typename F>
-void with_geometry(const AttentionArguments& a, F&& f) {
-  const auto with_element = [&](auto dtype) {
-    using Element = typename decltype(dtype)::Element;
-    const HeadDims dims = a.padded_head_dims();
-    if (dims == HeadDims{64, 64}) { return f(backward::Geometry<Element, 64, 64>{}); }
-    if (dims == HeadDims{96, 96}) { return f(backward::Geometry<Element, 96, 96>{}); }
-    if (dims == HeadDims{128, 128}) { return f(backward::Geometry<Element, 128, 128>{}); }
-    if (dims == HeadDims{192, 128}) { return f(backward::Geometry<Element, 192, 128>{}); }
-    if (dims == HeadDims{192, 192}) { return f(backward::Geometry<Element, 192, 192>{}); }
-    if (dims == HeadDims{256, 256}) { return f(backward::Geometry<Element, 256, 256>{}); }
-    throw std::runtime_error("dash_attn: no kernel has head dims " + head_dims_text(a.head_dims));
-  };
-  return a.dtype == Dtype::kBFloat16 ? with_element(BFloat16{}) : with_element(Float16{});
+auto with_geometry(const AttentionArguments& a, F&& f) {
+  const HeadDims dims = a.padded_head_dims();
+  if (dims == HeadDims{64, 64}) { return f(backward::Geometry<64, 64>{}); }
+  if (dims == HeadDims{96, 96}) { return f(backward::Geometry<96, 96>{}); }
+  if (dims == HeadDims{128, 128}) { return f(backward::Geometry<128, 128>{}); }
+  if (dims == HeadDims{192, 128}) { return f(backward::Geometry<192, 128>{}); }
+  if (dims == HeadDims{192, 192}) { return f(backward::Geometry<192, 192>{}); }
+  if (dims == HeadDims{256, 256}) { return f(backward::Geometry<256, 256>{}); }
+  throw std::runtime_error("dash_attn: no kernel has head dims " + head_dims_text(a.head_dims));
 }
 
 }  // namespace dash_attn

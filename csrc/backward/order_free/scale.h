@@ -2,8 +2,6 @@
 // calls this (docs/order_free.md).
 #pragma once
 
-#include <type_traits>
-
 #include "../../contract/fixed_point.h"
 #include "../../contract/tile_grid.h"
 #include "../../contract/tile_shapes.h"
@@ -28,13 +26,12 @@ struct RowScale {
   uint8_t stored;
   bool needs_order;
 };
-template <typename Geometry>
-__device__ __forceinline__ RowScale row_scale(HeadDims head_dims, const Mask& mask, int number, const RowOfDq& row,
-                                              const KeyStatistics& keys) {
-  const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, mask};
+__device__ __forceinline__ RowScale row_scale(HeadDims head_dims, bool is_fp16, const TileGrid& grid, int number,
+                                              const RowOfDq& row, const KeyStatistics& keys) {
+  const Mask& mask = grid.mask;
   const int seqlen_k = mask.sequence.seqlen_k;
   const double bound = fixed_point::row_bound(row.dout_norm, row.delta, keys.max_product, keys.max_element, seqlen_k,
-                                              std::is_same_v<typename Geometry::Element, fp16>);
+                                              is_fp16);
   const int exponent = fixed_point::row_exponent(bound);
   const bool is_coarse =
       fixed_point::row_needs_order(exponent, row.dout_norm, keys.min_step_product, head_dims,

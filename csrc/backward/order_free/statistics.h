@@ -14,9 +14,9 @@ namespace dash_attn::backward {
 
 constexpr int kStatisticsThreads = 256;
 
-template <typename Element>
 struct StatisticsParams {
-  StridedView<const Element> k, v;
+  StridedView<const uint16_t> k, v;
+  bool is_bf16;
   Workspace workspace;
   SequencesOfCall call;
   HeadDims head_dims;
@@ -24,22 +24,20 @@ struct StatisticsParams {
 };
 
 // Eight columns, or zeros.
-template <typename Element>
-__device__ __forceinline__ uint4 load8_if(bool exists, const Element* elements) {
+__device__ __forceinline__ uint4 load8_if(bool exists, const uint16_t* elements) {
   return exists ? *reinterpret_cast<const uint4*>(elements) : make_uint4(0, 0, 0, 0);
 }
 
 // The rows of one head.
-template <typename Element>
 struct HeadRows {
-  const Element* first;
+  const uint16_t* first;
   int64_t stride;
   int columns;
 
-  __device__ __forceinline__ HeadRows(const StridedView<const Element>& tensor, int batch, int head, int columns)
+  __device__ __forceinline__ HeadRows(const StridedView<const uint16_t>& tensor, int batch, int head, int columns)
       : first(tensor.row(batch, 0, head)), stride(tensor.stride_seqlen), columns(columns) {}
 
-  __device__ __forceinline__ const Element* row(int number) const { return first + number * stride; }
+  __device__ __forceinline__ const uint16_t* row(int number) const { return first + number * stride; }
   // Of `rows` consecutive rows, the number that have a `column`: all or none.
   __device__ __forceinline__ int rows_with_column(int column, int rows) const { return column < columns ? rows : 0; }
 };
@@ -50,7 +48,7 @@ template <int kHeadDim>
 constexpr int kMeasuringThreads = kRowThreads<kHeadDim> / 2;
 
 // A thread's eight columns of each half of a padded row, with zeros where there are none.
-template <typename Element, int kThreadsPerRow>
+template <int kThreadsPerRow>
 struct RowPart {
   uint4 halves[2];
 
@@ -60,13 +58,13 @@ struct RowPart {
   struct Limits {
     int rows[2];
 
-    __device__ __forceinline__ Limits(const HeadRows<Element>& of, int count)
+    __device__ __forceinline__ Limits(const HeadRows& of, int count)
         : rows{of.rows_with_column(first_column(), count),
                of.rows_with_column(first_column() + kThreadsPerRow * 8, count)} {}
   };
 
   // Loads row `number` of those. `row` points to this thread's first column of it.
-  __device__ __forceinline__ void load(const Element* row, int number, const Limits& limits) {
+  __device__ __forceinline__ void load(const uint16_t* row, int number, const Limits& limits) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       halves[half] = load8_if(number < limits.rows[half], row + half * kThreadsPerRow * 8);
@@ -90,14 +88,14 @@ __device__ __forceinline__ float largest_of_pair(uint32_t packed) {
 }
 
 template <typename Element, int kThreads>
-__device__ __forceinline__ float largest_of(const RowPart<Element, kThreads>& part) {
+__device__ __forceinline__ float largest_of(const RowPart<kThreads>& part) {
   return largest_of_pair<Element>(
       larger_of_pairs<Element>(largest8<Element>(part.halves[0]), largest8<Element>(part.halves[1])));
 }
 
 // The sum of the magnitudes of the difference of two neighbouring rows of K.
 template <typename Element, int kThreads>
-__device__ __forceinline__ float step_of_keys(const RowPart<Element, kThreads> (&rows)[2]) {
+__device__ __forceinline__ float step_of_keys(const RowPart<kThreads> (&rows)[2]) {
   float sum = 0.f;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -113,7 +111,7 @@ struct PairOfValues {
   float squares[2], step;
 };
 template <typename Element, int kThreads>
-__device__ __forceinline__ PairOfValues measure_values(const RowPart<Element, kThreads> (&rows)[2]) {
+__device__ __forceinline__ PairOfValues measure_values(const RowPart<kThreads> (&rows)[2]) {
   PairOfValues sums{};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -157,20 +155,22 @@ __device__ __forceinline__ float sum_across_row(float (&values)[kValues]) {
 
 // An upper bound of the norm of a row, from its sum of squares. If that has left fp32's range, the bound follows from
 // the row's largest element, for which the row is read again.
-template <typename Element>
-__device__ __forceinline__ float norm_bound(float squares, const Element* row, int columns) {
+__device__ __forceinline__ float norm_bound(float squares, const uint16_t* row, int columns, bool is_bf16) {
   constexpr float kFewestDigits = 1.f / (1ull << 50) / (1ull << 50);
   constexpr float kNearOverflow = 1.f * (1ull << 60) * (1ull << 60);
   const bool in_range = (squares >= kFewestDigits && squares <= kNearOverflow) || squares != squares;
   float norm = ptx::sqrt_approx(squares);
   if (!in_range) {
-    uint32_t largest = 0;
+    with_element(is_bf16, [&](auto element) {
+      using Element = decltype(element);
+      uint32_t largest = 0;
 #pragma unroll 1
-    for (int column = 0; column < columns; column += 8) {
-      const uint4 elements = *reinterpret_cast<const uint4*>(row + column);
-      largest = larger_of_pairs<Element>(largest, largest8<Element>(elements));
-    }
-    norm = largest_of_pair<Element>(largest) * ptx::sqrt_approx(float(columns));
+      for (int column = 0; column < columns; column += 8) {
+        const uint4 elements = *reinterpret_cast<const uint4*>(row + column);
+        largest = larger_of_pairs<Element>(largest, largest8<Element>(elements));
+      }
+      norm = largest_of_pair<Element>(largest) * ptx::sqrt_approx(float(columns));
+    });
   }
   return norm * kNormSlack;
 }
@@ -243,24 +243,24 @@ __device__ __forceinline__ bool find_chunk(const SequencesOfCall& call, int inde
 
 // A thread's part of the rows of K and V that a warp measures at once: a whole window, or two neighbouring ones, each
 // by half of the warp. A thread handles two neighbouring rows at a time.
-template <typename Element, int kHeadDim>
+template <int kHeadDim>
 struct KeyWindows {
   static constexpr int kThreadsPerRow = kMeasuringThreads<kHeadDim>;  // also of V
   static constexpr int kRows = 2 * 32 / kThreadsPerRow;
   static constexpr int kWindows = kRows / fixed_point::kWindow;
   static_assert(kWindows * fixed_point::kWindow == kRows);
   static constexpr int kLanesOfWindow = 32 / kWindows;
-  using Part = RowPart<Element, kThreadsPerRow>;
+  using Part = RowPart<kThreadsPerRow>;
   Part k[2], v[2];
 
   static __device__ __forceinline__ int first_of_thread(int first_row) {
     return first_row + threadIdx.x % 32 / kThreadsPerRow * 2;
   }
 
-  __device__ __forceinline__ void load(const HeadRows<Element>& keys, const HeadRows<Element>& values, int first_row,
+  __device__ __forceinline__ void load(const HeadRows& keys, const HeadRows& values, int first_row,
                                        int end) {
     const int first = first_of_thread(first_row);
-    const Element *key = keys.row(first) + Part::first_column(), *value = values.row(first) + Part::first_column();
+    const uint16_t *key = keys.row(first) + Part::first_column(), *value = values.row(first) + Part::first_column();
     const typename Part::Limits of_keys(keys, end - first), of_values(values, end - first);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -271,16 +271,23 @@ struct KeyWindows {
 };
 
 // Adds the windows from `first_row` on to `mine`. Called by whole warps.
-template <typename Element, int kHeadDim>
-__device__ __forceinline__ void measure_windows(const HeadRows<Element>& keys, const HeadRows<Element>& values,
+template <int kHeadDim>
+__device__ __forceinline__ void measure_windows(const HeadRows& keys, const HeadRows& values, bool is_bf16,
                                                 int first_row, int end, KeyStatistics& mine) {
-  using Rows = KeyWindows<Element, kHeadDim>;
+  using Rows = KeyWindows<kHeadDim>;
   constexpr int kThreadsPerRow = Rows::kThreadsPerRow;
   Rows windows;
   windows.load(keys, values, first_row, end);
   const int thread = threadIdx.x % kThreadsPerRow, first_of_thread = Rows::first_of_thread(first_row);
-  PairOfValues v = measure_values(windows.v);
-  float largest[2] = {largest_of(windows.k[0]), largest_of(windows.k[1])};
+  PairOfValues v;
+  float largest[2], key_step;
+  with_element(is_bf16, [&](auto element) {
+    using Element = decltype(element);
+    v = measure_values<Element>(windows.v);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) { largest[i] = largest_of<Element>(windows.k[i]); }
+    key_step = step_of_keys<Element>(windows.k);
+  });
   const bool are_two = first_of_thread + 1 < end;
   float of_pair[1] = {are_two ? v.step : 0.f};
   // Each thread gets one key: the squares of its row of V and the largest element of its row of K.
@@ -289,11 +296,12 @@ __device__ __forceinline__ void measure_windows(const HeadRows<Element>& keys, c
   const int row = first_of_thread + thread % 2;
   mine.max_element = larger(mine.max_element, of_key);
   if (row < end) {
-    mine.max_product = larger(mine.max_product, norm_bound(of_value, values.row(row), values.columns) * of_key);
+    const float norm = norm_bound(of_value, values.row(row), values.columns, is_bf16);
+    mine.max_product = larger(mine.max_product, norm * of_key);
   }
   const float value_step = ptx::sqrt_approx(sum_across_row<kThreadsPerRow>(of_pair));
   // For the thread's window: the steps of K, then those of V, with each pair counted once.
-  float steps[2] = {are_two ? step_of_keys(windows.k) : 0.f, thread == 0 ? value_step : 0.f};
+  float steps[2] = {are_two ? key_step : 0.f, thread == 0 ? value_step : 0.f};
   const int window_row = first_row + threadIdx.x % 32 / Rows::kLanesOfWindow * fixed_point::kWindow;
   const int pairs = min_int(end - window_row, fixed_point::kWindow) / 2;
   const float mean = __fdividef(sum_across_row<Rows::kLanesOfWindow>(steps), pairs);
@@ -301,16 +309,16 @@ __device__ __forceinline__ void measure_windows(const HeadRows<Element>& keys, c
   if (pairs > 0) { mine.min_step_product = fminf(mine.min_step_product, product); }
 }
 
-template <typename Element, int kHeadDim>
-__device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<Element>& params, const Chunk& chunk) {
-  constexpr int kRowsOfWarp = KeyWindows<Element, kHeadDim>::kRows;
-  const HeadRows<Element> keys(params.k, chunk.batch, chunk.kv_head, params.head_dims.qk);
-  const HeadRows<Element> values(params.v, chunk.batch, chunk.kv_head, params.head_dims.v);
+template <int kHeadDim>
+__device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams& params, const Chunk& chunk) {
+  constexpr int kRowsOfWarp = KeyWindows<kHeadDim>::kRows;
+  const HeadRows keys(params.k, chunk.batch, chunk.kv_head, params.head_dims.qk);
+  const HeadRows values(params.v, chunk.batch, chunk.kv_head, params.head_dims.v);
   KeyStatistics mine = of_no_rows();
 #pragma unroll 1
   for (int row = chunk.first + int(threadIdx.x) / 32 * kRowsOfWarp; row < chunk.end;
        row += kStatisticsThreads / 32 * kRowsOfWarp) {
-    measure_windows<Element, kHeadDim>(keys, values, row, chunk.end, mine);
+    measure_windows<kHeadDim>(keys, values, params.is_bf16, row, chunk.end, mine);
   }
   return mine;
 }
@@ -322,15 +330,14 @@ __device__ __forceinline__ KeyStatistics combine_warp(const KeyStatistics& x) {
           __uint_as_float(__reduce_min_sync(0xffffffff, magnitude_bits(x.min_step_product)))};
 }
 
-template <typename Geometry>
-__device__ __forceinline__ void measure_chunk(const StatisticsParams<typename Geometry::Element>& params, int index) {
-  using Element = typename Geometry::Element;
+template <int kHeadDim>
+__device__ __forceinline__ void measure_chunk(const StatisticsParams& params, int index) {
   constexpr int kWarps = kStatisticsThreads / 32;
   __shared__ KeyStatistics of_warp[kWarps];
   Chunk chunk;
   if (!find_chunk(params.call, index, chunk)) { return; }
 
-  KeyStatistics all = combine_warp(key_statistics<Element, Geometry::kHeadDim>(params, chunk));
+  KeyStatistics all = combine_warp(key_statistics<kHeadDim>(params, chunk));
   if (threadIdx.x % 32 == 0) { of_warp[threadIdx.x / 32] = all; }
   __syncthreads();
   if (threadIdx.x >= 32) { return; }
@@ -341,16 +348,17 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<typename Ge
 }
 
 // As many as have registers for the rows that they measure at once. While some wait for their rows, others compute.
-constexpr int kStatisticsBlocksOfSm = 3;
+constexpr int kStatisticsBlocksOfSm = 4;
 
-template <typename Geometry>
+// For heads of up to kHeadDim columns.
+template <int kHeadDim>
 __global__ void __launch_bounds__(kStatisticsThreads, kStatisticsBlocksOfSm)
-    statistics_kernel(const StatisticsParams<typename Geometry::Element> params) {
+    statistics_kernel(const StatisticsParams params) {
   ptx::launch_dependents();  // the preprocess kernel itself waits for what it reads
   if (blockIdx.x == 0 && threadIdx.x == 0) { *params.workspace.any_needs_order = *params.workspace.any_marks = 0; }
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
     if (block != int(blockIdx.x)) { __syncthreads(); }  // the shared results of the previous block have been read
-    measure_chunk<Geometry>(params, block);
+    measure_chunk<kHeadDim>(params, block);
   }
 }
 
