@@ -18,9 +18,12 @@ import contextlib
 import ctypes
 import dataclasses
 import itertools
+import os
 import pathlib
+import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +32,7 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 
 from benchmarks import dropout_block as blocks
-from benchmarks import files, latency, run, timing
+from benchmarks import files, run, timing
 from benchmarks.shapes import Shape
 from dash_attn.dropout import model
 from dash_attn.dropout.model import BLOCKS, Block
@@ -106,6 +109,35 @@ class Bench:
         return torch.cuda.Stream() if self.device.type == "cuda" else None
 
 
+def build(folder: pathlib.Path) -> ctypes.CDLL:
+    """Compiles SOURCE into a library."""
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    nvcc = next((found for h in homes if h and (found := shutil.which("nvcc", path=f"{h}/bin"))), shutil.which("nvcc"))
+    if nvcc is None:
+        raise RuntimeError(f"nvcc must be on PATH or in CUDA_HOME, to compile {SOURCE.name} for the measurement")
+    library = folder / f"lib{SOURCE.stem}.so"
+    command = [nvcc, "-O2", "-shared", "-Xcompiler", "-fPIC", "-arch=sm_90", str(SOURCE), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(library))
+
+
+class Ticks:
+    """Time stamps on a stream, which give the SM clock between two of them."""
+
+    def __init__(self, library: ctypes.CDLL, count: int):
+        self._library, self._marks = library, torch.zeros((count, 3), dtype=torch.int64, device="cuda")
+
+    def mark(self, index: int) -> None:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self._library.tick(ctypes.c_void_p(self._marks.data_ptr() + 24 * index), stream)
+
+    def mhz(self) -> list[float]:
+        """Returns the clock between marks 2 i and 2 i + 1, if they ran on one SM."""
+        marks = self._marks.tolist()
+        pairs = zip(marks[::2], marks[1::2])
+        return [1e3 * (b[0] - a[0]) / (b[1] - a[1]) for a, b in pairs if a[2] == b[2] and b[1] > a[1]]
+
+
 def instructions(bench: Bench, library: ctypes.CDLL, sms: int, stream: int) -> Iterator[dict]:
     clocks, out = (torch.zeros(sms, dtype=dtype, device=bench.device) for dtype in (torch.int64, torch.int32))
     for kind, name in enumerate(INSTRUCTIONS):
@@ -134,7 +166,7 @@ def gemms(bench: Bench, library: ctypes.CDLL | None) -> Iterator[dict]:
             continue
         row = {**dataclasses.asdict(gemm), "flops": gemm.flops, "ms": ms}
         if library is not None:
-            ticks, marks = latency.Ticks(library, 64), itertools.count()
+            ticks, marks = Ticks(library, 64), itertools.count()
             timing.CudaTimer(bench.device).times_ms(call, 32, mark=lambda: ticks.mark(next(marks)))
             row["mhz"] = round(statistics.median(ticks.mhz() or [0.0]))
         yield row
@@ -330,18 +362,18 @@ class Recording:
 
 
 def measure_all(recording: Recording, bench: Bench, folder: pathlib.Path) -> None:
-    libraries: dict[pathlib.Path, ctypes.CDLL] = {}
+    library: ctypes.CDLL | None = None
     if bench.device.type == "cuda":
 
-        def build() -> Iterator[dict]:
-            for source in (latency.SOURCE, SOURCE):
-                libraries[source] = latency.build(folder, source)
+        def built() -> Iterator[dict]:
+            nonlocal library
+            library = build(folder)
             sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
-            yield from instructions(bench, libraries[SOURCE], sms, torch.cuda.current_stream().cuda_stream)
+            yield from instructions(bench, library, sms, torch.cuda.current_stream().cuda_stream)
 
-        recording.part("instructions", "rates of instructions", build)
+        recording.part("instructions", "rates of instructions", built)
     recording.part("generator", "the generator over sizes", lambda: generators(bench))
-    recording.part("gemm", "GEMMs over sizes", lambda: gemms(bench, libraries.get(latency.SOURCE)))
+    recording.part("gemm", "GEMMs over sizes", lambda: gemms(bench, library))
     recording.part("pairs", "GEMM and generator on two streams", lambda: pairs(bench))
     recording.part("overheads", "further calls, a second stream", lambda: overheads(bench))
     recording.part("attention", "attention of 16 heads", lambda: attention(bench))

@@ -1,6 +1,6 @@
 // How many lanes of an instruction an SM executes in a clock: what bounds Philox, whose round is two products of 64
 // bits (IMAD.WIDE) and two logical operations (LOP3). One CTA of 1,024 threads an SM; chains that depend on themselves,
-// more of them than latency needs. For benchmarks only.
+// more of them than latency needs. Beside that, marks on a stream, which show the clock of an SM. For benchmarks only.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -61,7 +61,22 @@ __global__ void __launch_bounds__(kThreads)
   if (kept == 0x12345678u) { out[blockIdx.x] = kept; }  // what is not used is not made
 }
 
+// The clock, the nanoseconds and the number of the SM that it runs on.
+__global__ void tick_kernel(long long* clock_nanoseconds_sm) {
+  int sm;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  clock_nanoseconds_sm[0] = clock64();
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(clock_nanoseconds_sm[1]));
+  clock_nanoseconds_sm[2] = sm;
+}
+
 }  // namespace
+
+// Returns a cudaError_t. `clock_nanoseconds_sm` is device memory.
+extern "C" int tick(long long* clock_nanoseconds_sm, cudaStream_t stream) {
+  tick_kernel<<<1, 1, 0, stream>>>(clock_nanoseconds_sm);
+  return cudaGetLastError();
+}
 
 extern "C" int rate_threads() { return kThreads; }
 

@@ -334,9 +334,10 @@ def dropout_grid() -> list[Shape]:
     ]
 
 
-DENSE_GRIDS = {"full": full_grid, "quick": quick_grid, "bar": bar_grid}
 GRIDS = {
-    **DENSE_GRIDS,
+    "full": full_grid,
+    "quick": quick_grid,
+    "bar": bar_grid,
     "sharded": sharded_grid,
     "sharded_held_out": sharded_held_out_grid,
     "head-dims": head_dims_grid,

@@ -71,14 +71,12 @@ class CudaTimer:
 class HostTimer:
     warm_up_s = 0.0
 
-    def times_ms(self, call: Call, rounds: int, mark: Call = lambda: None) -> list[float]:
+    def times_ms(self, call: Call, rounds: int) -> list[float]:
         times = []
         for _ in range(rounds):
-            mark()
             start = time.perf_counter()
             call()
             times.append(1e3 * (time.perf_counter() - start))
-            mark()
         return times
 
 
@@ -95,10 +93,10 @@ def warm_up(timer, call: Call) -> float:
     return call_s
 
 
-def block_ms(timer, call: Call, min_time_s: float, mark: Call = lambda: None) -> list[float]:
+def block_ms(timer, call: Call, min_time_s: float) -> list[float]:
     """Returns the times of one block of about `min_time_s`, after a warm-up."""
     call_s = warm_up(timer, call)
-    return timer.times_ms(call, rounds_in(min_time_s, call_s), mark)
+    return timer.times_ms(call, rounds_in(min_time_s, call_s))
 
 
 def short_block_ms(timer, call: Call, min_time_s: float) -> list[float]:

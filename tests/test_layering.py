@@ -8,14 +8,14 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
 # Bottom to top; a layer includes itself and what stands before it. What fixes bits knows nothing of what moves work in
-# time. The model plays schedules: no kernel knows of it.
+# time.
 LAYERS = [
     "host_device.h", "contract", "placement", "dropout", "receipts", "device", "packing", "cache", "columns",
-    "generator", "backward", "forward", "launch", "model", "bindings",
+    "generator", "backward", "forward", "launch", "bindings",
 ]  # fmt: skip
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cu", ".cpp", ".def"})
 GENERATED = {"built_variants.def"}
-PLAIN_LAYERS = {"host_device.h", "contract", "placement", "dropout", "receipts", "model"}
+PLAIN_LAYERS = {"host_device.h", "contract", "placement", "dropout", "receipts"}
 STANDARD_HEADER = re.compile(r"^[a-z0-9_]+$")
 CUDA_HEADERS = {
     "cuda.h", "cudaTypedefs.h", "cuda_bf16.h", "cuda_fp16.h", "cuda_runtime_api.h", "cub/block/block_scan.cuh"

@@ -2,7 +2,7 @@
 every piece of work once, in each sequence in the order that it has alone, in places of its own that there is room for.
 
 packing/plan.h sorts sequences and adds up what they need on the device: tests/gpu has the kernels' results. Here the
-host does both (csrc/model/pack_plan.h)."""
+host does both (csrc/bindings/host_pack_plan.h)."""
 
 import collections
 import itertools

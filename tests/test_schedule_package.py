@@ -1,13 +1,8 @@
-"""dash_attn.schedule as users and the reference see it: resolve, problem, the command line, the chart."""
-
-import subprocess
-import sys
+"""dash_attn.schedule as users and the reference see it: the policies, resolve, problem."""
 
 import pytest
 
 from dash_attn import _schedule, schedule
-from dash_attn.schedule import gantt
-from dash_attn.schedule.__main__ import main
 
 
 def test_policies_are_the_integers_of_the_compiled_ops():
@@ -116,83 +111,3 @@ def test_problem_takes_the_kernels_tiles_and_clusters():
     assert (tiles.kv_heads, tiles.group_size) == (4, 3)
     with pytest.raises(ValueError, match="heads must be a positive multiple of kv_heads=4, got 6"):
         schedule.problem("spt", 100, 100, causal=True, heads=6, kv_heads=4)
-
-
-def test_help_runs_as_a_module():
-    shown = subprocess.run([sys.executable, "-m", "dash_attn.schedule", "--help"], capture_output=True, text=True)
-    assert shown.returncode == 0, shown.stderr
-    assert "--seqlen-q" in shown.stdout and "--png" in shown.stdout
-
-
-def test_table(capsys):
-    assert main(["--seqlen-q", "2048", "--heads", "4", "--batch", "1"]) == 0
-    printed = capsys.readouterr().out
-    causal, full = printed.split("full mask")
-
-    def rows(table):
-        return [line.split()[0] for line in table.splitlines()[2:-1]]
-
-    assert rows(causal) == ["descending", "spt", "symmetric_shift", "order_free"]
-    assert rows(full) == ["descending", "spt", "shift", "order_free"]
-    assert "makespan" in causal and "idle share" in causal and "critical path" in causal
-    assert "times in microseconds" in causal and "times in microseconds" in full
-    # 4 heads are too few for 132 SMs: the longest KV tile, 32 query tiles of 1.75 + 0.95 us, is the bound.
-    assert f"ideal {32 * 2.7:.6g}:" in causal
-
-
-def test_the_table_interleaves_heads_as_the_kernel_does(capsys):
-    """With the model's own default of one head at a time, descending would come out behind spt, which the kernel's is
-    not."""
-    assert main(["--seqlen-q", "8192", "--mask", "causal"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    of_ideal = {line[0]: float(line[-1]) for line in lines[1:-1]}
-    assert of_ideal["descending"] < 1.05
-    assert of_ideal["descending"] <= min(of_ideal[policy] for policy in ("spt", "symmetric_shift"))
-
-
-def test_the_unit_is_that_of_the_costs(capsys):
-    assert main(["--seqlen-q", "512", "--product-time", "2", "--mask", "full"]) == 0
-    assert "times in the unit of the costs given" in capsys.readouterr().out
-
-
-def test_chart(tmp_path, capsys):
-    path = tmp_path / "chart.png"
-    shape = ["--seqlen-q", "512", "--batch", "1", "--heads", "2", "--sms", "4", "--mask", "causal"]
-    assert main([*shape, "--png", str(path)]) == 0
-    image = path.read_bytes()
-    assert image.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = (int.from_bytes(image[at : at + 4], "big") for at in (16, 20))
-    assert width > 1000 and height > 400
-    assert f"wrote {path}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--seqlen-q", "0"], "seqlen_q must be at least 1, got 0"),
-        (["--head-dim", "264"], "head_dim must be in [1, 257), got 264"),
-        (["--heads", "3", "--kv-heads", "2"], "heads must be a positive multiple of kv_heads=2, got 3"),
-        (["--heads", "0"], "heads must be at least 1, got 0"),
-        (["--kv-heads", "0"], "kv_heads must be at least 1, got 0"),
-        (["--batch", "-2"], "batch must be at least 1, got -2"),
-        (["--seqlen-q", "100000000"], "batch * heads * query tiles * KV tiles must be at most 20000000, got 2 * 16 * "),
-        (["--sms", "0"], "sms must be in"),
-        (["--seqlen-q", "256", "--png", "chart.svg"], "path must end in .png, got 'chart.svg'"),
-        (["--seqlen-q", "16384", "--mask", "full", "--png", "chart.png"], "recorded tasks each, got"),
-    ],
-)
-def test_bad_arguments_end_in_one_line(arguments, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
-    printed, error = capsys.readouterr()
-    assert printed == "" or "--png" in arguments, "a table's head before the error"
-    assert message in error and error.startswith("error: ") and error.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
-def test_chart_refuses_simulations_without_tasks(tmp_path):
-    tiles = schedule.problem("spt", 512, 512, causal=True)
-    with pytest.raises(ValueError, match="simulations must have between 1 and"):
-        gantt.draw([schedule.simulate("spt", tiles, sms=2)], tmp_path / "chart.png")
-    with pytest.raises(ValueError, match="simulations must hold at least one"):
-        gantt.draw([], tmp_path / "chart.png")

@@ -1,7 +1,6 @@
 """Query heads of a KV head split over work tiles: the rule, the work tiles, the waits, the sums of the reference."""
 
 import itertools
-import random
 
 import pytest
 import torch
@@ -10,15 +9,8 @@ from hypothesis import strategies as st
 from mask_support import masks
 
 from dash_attn import _schedule, reference, schedule
-from dash_attn.schedule import Problem, add_order, groups, num_groups, simulate, visit_order, walk, work_tile
+from dash_attn.schedule import Problem, groups, num_groups, visit_order, walk, work_tile
 from dash_attn.tile_order import TileOrder, tile_order
-
-POLICY_MASKS = [
-    (policy, causal)
-    for policy in (*schedule.POLICIES, *schedule.YARDSTICKS)
-    for causal in (False, True)
-    if _schedule.fits(policy, causal)
-]
 
 # (group size, seqlen_q, seqlen_k, head_dim): splits under the full mask, the causal mask.
 TABLE = {
@@ -217,87 +209,6 @@ def test_all_heads_first_splits_come_first():
     order = [work_tile("ascending", problem, number)[1:] for number in range(num_groups("ascending", problem))]
     # (KV head, KV tile, split)
     assert order == [(h, kv, split) for split in range(2) for kv in range(2) for h in range(2)]
-
-
-@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
-def test_simulator_makes_progress_under_every_residency(policy, causal):
-    """From one resident cluster to one a group, launched in any order: adds of dQ in their order, no wait for ever."""
-    generator = random.Random(f"{policy} {causal}")
-    for lengths, cta_group in itertools.product([(6, 6), (4, 7), (1, 4)], [1, 2]):
-        tiles = Problem(
-            *lengths,
-            tile_q=1,
-            tile_k=1,
-            causal=causal,
-            kv_heads=2,
-            group_size=6,
-            cta_group=cta_group,
-            splits=3,
-            head_swizzle=generator.choice([1, 2, 3, 4, 6]),
-            last_heads=generator.choice([0, 1, 4, 5, 9]),
-        )
-        clusters_of_all = num_groups(policy, tiles)
-        for clusters in {1, 2, 3, clusters_of_all // 2, clusters_of_all - 1, clusters_of_all} - {0}:
-            late = [1e4 * i for i in range(clusters)]
-            for launch_times in ([], late, late[::-1]):
-                staging = generator.choice([0, 2])
-                result = simulate(
-                    policy,
-                    tiles,
-                    sms=clusters * cta_group,
-                    split_time=generator.choice([0, 1, 30]),
-                    staging=staging,
-                    adders=max(1, staging),
-                    loads_ahead=generator.choice([0, 2]),
-                    launch_times=launch_times,
-                    record_tasks=True,
-                )
-                order = {}
-                for task in sorted(result.tasks, key=lambda task: (task.add_start, task.end)):
-                    order.setdefault((task.head, task.query_tile), []).append(task.kv_tile)
-                expected = {
-                    (head, q): kv_tiles
-                    for head in range(12)
-                    for q, kv_tiles in enumerate(add_order(policy, tiles))
-                    if kv_tiles
-                }
-                if _schedule.is_ordered(policy):
-                    assert order == expected
-                else:
-                    found, needed = ({key: sorted(kv) for key, kv in each.items()} for each in (order, expected))
-                    assert found == needed
-
-
-def test_sums_over_splits_follow_each_other():
-    """Four splits of one KV tile of five steps each: side by side they end together and add up one after the other."""
-    tiles = Problem(5, 1, tile_q=1, tile_k=1, causal=False, group_size=4, splits=4)
-    costs = dict(product_time=8, add_time=1, signal_time=0, staging=2, adders=2)
-
-    def makespan(**options):
-        return simulate("ascending", tiles, **costs, **options).makespan
-
-    assert makespan(sms=4) == 5 * 8 + 1
-    assert makespan(sms=4, split_time=3) == 5 * 8 + 4 * 3
-    assert makespan(sms=1, split_time=3) == 4 * (5 * 8 + 3)
-    assert makespan(sms=3, split_time=3) == 5 * 8 + 3 + 5 * 8 + 3  # the last split on the SM that is free first
-    result = simulate("ascending", tiles, **costs, sms=4)
-    assert (result.ideal, result.critical_path) == (5 * 8, 5 * 8 + 1)
-
-
-def test_splitting_shortens_what_too_few_work_tiles_take():
-    """What the split is for: 16 KV tiles of 8 query heads on 128 SMs."""
-    times = {
-        splits: simulate(
-            "descending",
-            schedule.problem("descending", 2048, 2048, causal=False, heads=8, kv_heads=1, splits=splits),
-            sms=128,
-            split_time=2.0,
-            staging=2,
-            adders=2,
-        ).makespan
-        for splits in (1, 2, 4, 8)
-    }
-    assert all(times[2 * splits] < 0.7 * times[splits] for splits in (1, 2, 4))
 
 
 def test_reference_adds_the_sums_of_splits():

@@ -11,9 +11,17 @@
 #include "../device/gemm.h"
 #include "../device/score.h"
 #include "../device/sm90.h"
-#include "../placement/pipeline.h"
 
 namespace dash_attn::backward {
+
+// Two of everything that changes from step to step, all used in turn, so that one count finds them: Q and dO (one tile
+// is loaded while the other is used), dS (one is read while the next is written), dQ (one is added while the next is
+// computed). Where heads are wide that holds of Q alone: see Geometry below and wide/storage.h.
+inline constexpr int kPipelineStages = 2;
+
+// Warps that add dQ, one for each buffer of it, in turn; where heads are wide, one for each part of its columns.
+inline constexpr int kAdderWarps = 2;
+static_assert(kAdderWarps == kPipelineStages);
 
 // Warpgroup 0 feeds the others. kLoaderWarp takes work and loads it. One thread of kPlannerWarp announces the order of
 // steps; it is a warp of its own because the loader has only kProducerRegisters registers. One thread of each remaining

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "../model/pack_plan.h"
+#include "host_pack_plan.h"
 #include "policy_bindings.h"
 #include "tile_bindings.h"
 

@@ -98,10 +98,6 @@ inline void bind_policies(py::module_& m) {
       "The policy that a schedule means for such calls.");
 
   m.def(
-      "is_ordered",
-      [](std::string const& schedule) { return accumulation(parse_policy(schedule)) == Accumulation::kOrdered; },
-      py::arg("schedule"), "Whether partials of dQ wait for those of lower rank.");
-  m.def(
       "mask_name",
       [](bool causal, WindowSize window, int64_t attention_chunk) {
         return mask_name(checked_rule(causal, window, attention_chunk).kind);

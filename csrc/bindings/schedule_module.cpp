@@ -1,5 +1,5 @@
-// dash_attn._schedule: the schedule headers, tile table, pipeline and dropout masks, as the kernels see them, for
-// Python. Host only.
+// dash_attn._schedule: the schedule headers, tile table and dropout masks, as the kernels see them, for Python. Host
+// only.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -17,14 +17,12 @@
 #include "../contract/splits.h"
 #include "../contract/tile_grid.h"
 #include "../contract/tile_shapes.h"
-#include "../model/problem.h"
 #include "../placement/head_swizzle.h"
-#include "../placement/pipeline.h"
 #include "../placement/work_tile.h"
 #include "dropout_bindings.h"
 #include "pack_bindings.h"
 #include "policy_bindings.h"
-#include "simulation_bindings.h"
+#include "problem.h"
 #include "tile_bindings.h"
 
 using namespace dash_attn;
@@ -264,11 +262,8 @@ std::string repr(Problem const& p) {
 
 PYBIND11_MODULE(_schedule, m) {
   m.doc() =
-      "The schedules of the kernels (csrc/contract, csrc/placement), their tile table and pipeline and the masks of "
-      "dropout (csrc/dropout), on the host.";
-
-  m.attr("BACKWARD_STAGES") = backward::kPipelineStages;
-  m.attr("BACKWARD_ADDERS") = backward::kAdderWarps;
+      "The schedules of the kernels (csrc/contract, csrc/placement), their tile table and the masks of dropout "
+      "(csrc/dropout), on the host.";
 
   py::class_<Problem>(m, "Problem", "Tile counts, mask ranges and work of one attention backward.")
       .def(py::init(&checked_problem), py::arg("seqlen_q"), py::arg("seqlen_k"), py::kw_only(), py::arg("tile_q"),
@@ -409,6 +404,4 @@ PYBIND11_MODULE(_schedule, m) {
   bind_masks_and_forward_tiles(m);
   bind_packs(m);
   dropout::bind_dropout(m);
-
-  bind_simulation(m);
 }

@@ -1,6 +1,5 @@
-// Which keys a query sees. This is decided only here, for the forward, the backward, the schedules and the simulator,
-// on the host and on the device. A kernel builds its Mask with a constant kind, so that the compiler drops the code of
-// the others.
+// Which keys a query sees. This is decided only here, for the forward, the backward and the schedules, on the host and
+// on the device. A kernel builds its Mask with a constant kind, so that the compiler drops the code of the others.
 #pragma once
 
 #include <cstdint>

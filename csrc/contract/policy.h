@@ -13,8 +13,8 @@ namespace dash_attn {
 enum class Policy : int { kDescending, kSpt, kShift, kSymmetricShift, kOrderFree, kAscending, kAtomic };
 
 inline constexpr int kNumPolicies = 7;
-// The first kNumUserPolicies are for users. The others are yardsticks: the model plays them, and benchmarks measure
-// them in builds that request them by DASH_ATTN_POLICIES.
+// The first kNumUserPolicies are for users. The others are yardsticks, which benchmarks measure in builds that request
+// them by DASH_ATTN_POLICIES.
 inline constexpr int kNumUserPolicies = 5;
 inline constexpr const char* kPolicyNames[kNumPolicies] = {"descending", "spt",       "shift", "symmetric_shift",
                                                            "order_free", "ascending", "atomic"};

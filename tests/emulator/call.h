@@ -21,12 +21,12 @@
 #include <string>
 #include <vector>
 
+#include "bindings/host_pack_plan.h"
 #include "device/elements.h"
 #include "dropout/mask.h"
 #include "launch/tensor_map.cu"
 #include "launch/workspace.h"
 #include "machine.h"
-#include "model/pack_plan.h"
 #include "tensor_of_map.h"
 
 inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, int,

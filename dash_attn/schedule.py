@@ -1,8 +1,7 @@
-"""The order in which the backward kernel works and adds, and a model of the cost of each order.
+"""The order in which the backward kernel works and adds.
 
 Everything here is host code over ``csrc/contract`` and ``csrc/placement``, the headers from which the kernel itself is
-compiled, and needs neither a GPU nor torch. ``python -m dash_attn.schedule`` compares the policies for a shape.
-docs/schedules.md defines the policies.
+compiled, and needs neither a GPU nor torch. docs/schedules.md defines the policies.
 
 A *problem* is the shape as a grid of tiles. A *schedule* is the name of a policy. A *KV tile* and a *query tile* are
 indices within one head. The order depends only on the lengths, the head dim, the group size, the mask and the policy.
@@ -14,16 +13,15 @@ import functools
 from typing import Any, Literal, TypeAlias
 
 try:
-    from .. import _schedule
+    from . import _schedule
 except ImportError as error:
     raise ImportError(
         "the compiled schedule module, dash_attn._schedule, cannot be imported: install the package with "
         f"`pip install .` from its root ({error})"
     ) from error
 
-from .._schedule import (
+from ._schedule import (
     Problem,
-    Task,
     add_order,
     divides,
     groups,
@@ -35,15 +33,12 @@ from .._schedule import (
     walk,
     work_tile,
 )
-from .simulation import Simulation, simulate
 
 __all__ = [
     "POLICIES",
     "YARDSTICKS",
     "Problem",
     "Schedule",
-    "Simulation",
-    "Task",
     "add_order",
     "divides",
     "fitting",
@@ -54,7 +49,6 @@ __all__ = [
     "problem",
     "ranks",
     "resolve",
-    "simulate",
     "steps",
     "tile_shape",
     "visit_order",
@@ -69,7 +63,7 @@ POLICIES: tuple[Schedule, ...] = _schedule.POLICIES  # type: ignore[assignment]
 """The names of the policies that users can choose. All of them are deterministic."""
 
 YARDSTICKS: tuple[str, ...] = _schedule.YARDSTICKS
-"""The names of policies for the model and the benchmarks alone: ``ascending``, and ``atomic``, which adds in fp32 in
+"""The names of policies for tests and benchmarks alone: ``ascending``, and ``atomic``, which adds in fp32 in
 any order and is non-deterministic. Only builds whose DASH_ATTN_POLICIES lists them have kernels for them."""
 
 

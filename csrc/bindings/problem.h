@@ -1,4 +1,4 @@
-// A call of the backward as the model sees it: the grid of one sequence's tiles, and the work on all of them.
+// A call of the backward as Python sees it: the grid of one sequence's tiles, and the work on all of them.
 #pragma once
 
 #include "../contract/splits.h"
@@ -11,7 +11,6 @@ struct Problem {
   TileGrid grid;
   TileScheduler scheduler;
 
-  constexpr int heads() const { return scheduler.kv_heads * scheduler.group_size; }
   constexpr int heads_per_split() const { return scheduler.group_size / scheduler.splits; }
 
   template <Policy P>
