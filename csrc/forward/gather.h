@@ -14,8 +14,8 @@ struct PlacesOfKeys {
 };
 
 // A warp starts to copy kColumns columns of these keys to a tile, as operations of its threads. The tile's keys after
-// the first `count`, and columns that the tensor does not have, become zeros. A lane copies the same chunk of each block
-// of its rows, so that only where a row begins is computed for each copy.
+// the first `count`, and columns that the tensor does not have, become zeros. A lane copies the same chunk of each
+// block of its rows, so that only where a row begins is computed for each copy.
 template <typename Swizzle, int kColumns, int kKeys, typename Element>
 __device__ __forceinline__ void gather_tile(Element* tile, const RowsOfPages& source, int head,
                                             const PageTable& pages, const PlacesOfKeys<kKeys>& keys, int count,
