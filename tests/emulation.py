@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 EMULATOR = ROOT / "tests" / "emulator"
 ROWS = ("64", "96", "128", "192x128", "192", "256")
 # The files that a program has in common for all rows of the table of tiles, by its name.
-SHARED = {"forward": ["forward.cpp"], "backward": ["backward.cpp", "stages.cpp"]}
+SHARED = {"forward": ["forward.cpp", "products.cpp"], "backward": ["backward.cpp", "stages.cpp", "products.cpp"]}
 OBJECTS: dict[str, pathlib.Path] = {}  # of these files, by the preprocessed text
 OBJECTS_FOLDER, OBJECTS_LOCK = tempfile.TemporaryDirectory(), threading.Lock()
 # Hooks by which an option of a call (call.h) replaces a choice of the plans that changes no bits.

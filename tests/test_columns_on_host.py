@@ -5,6 +5,7 @@ import functools
 import emulation
 import pytest
 from emulation import ROWS
+from products import pairwise
 
 pytestmark = pytest.mark.slow
 
@@ -19,9 +20,9 @@ SHAPES = [
     dict(seqlen_q=300, seqlen_k=300), dict(seqlen_q=200, seqlen_k=517, batch=2, heads=2, mask_heads=2),
     dict(pack="130:130,1:40,0:7,333:333,64:64", heads=2, kv_heads=1, sinks=1),
 ]  # fmt: skip
-# All kernels by one call, and all calls by one kernel.
+# All kernels by one call, and one kernel by calls with every pair of their parameters.
 CALLS = [(row, FORMS[0] | dict(columns="random") | SHAPES[1]) for row in ROWS]
-CALLS += [("128", form | dict(columns=kind) | shape) for form in FORMS for kind in KINDS for shape in SHAPES]
+CALLS += [("128", form | dict(columns=kind) | shape) for form, kind, shape in pairwise(FORMS, KINDS, SHAPES)]
 PASSES = ("forward", "backward")
 
 

@@ -2,6 +2,7 @@
 
 import emulation
 import pytest
+from products import pairwise
 
 pytestmark = pytest.mark.slow
 
@@ -66,9 +67,7 @@ PACKS = (
 )
 
 
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("pack", PACKS, ids=str)
-@pytest.mark.parametrize("page_rows", [1, 7, 24, 100])
+@pytest.mark.parametrize("row, pack, page_rows", pairwise(ROWS, PACKS, [1, 7, 24, 100]), ids=str)
 def test_pages_that_cut_boxes(programs, row, pack, page_rows):
     """The rows of these pages are copied by all lanes of a warp."""
     qk, v = map(int, row.split("x") if "x" in row else (row, row))

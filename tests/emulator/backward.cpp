@@ -144,8 +144,10 @@ class BackwardCall : emulator::Call<Element> {
     };
     constexpr double kSmall = 0.05;  // of what inputs of size 1 make
     const double usual = std::max(kSmall, usual_from(0, expected.size()));
+    double of_row = 0;
     for (size_t i = 0; i < expected.size(); ++i) {
-      const double x = float(found[i]), of_row = usual_from(i - i % columns, columns);
+      if (i % columns == 0) { of_row = usual_from(i, columns); }
+      const double x = float(found[i]);
       if (std::abs(x - expected[i]) <= 0.03 * std::abs(expected[i]) + 0.05 * std::max(usual, of_row)) { continue; }
       emulator::fail(name + "[" + std::to_string(i / columns) + ", " + std::to_string(i % columns) + "] is " +
                      std::to_string(x) + " for " + std::to_string(expected[i]));

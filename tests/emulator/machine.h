@@ -18,6 +18,8 @@
 #include <utility>
 #include <vector>
 
+#include "products.h"
+
 namespace emulator {
 
 constexpr int kWarpLanes = 32;
@@ -80,11 +82,6 @@ struct Warp {
 
 class Machine {
  public:
-  struct Product {
-    std::function<void()> run;     // adds to the sums
-    std::function<void()> finish;  // hands them over, if none before it has
-  };
-
   // Of bulk operations from shared memory to global memory.
   struct BulkOperation {
     std::function<void()> read, perform;  // from there; to there; none if it has been done
@@ -97,9 +94,7 @@ class Machine {
     const char* waits_for = "";
     std::source_location where;  // the kernel waits
     bool ended = false;
-    std::vector<std::vector<Product>> groups;  // of products that were committed
-    std::vector<Product> open;                 // and not yet
-    std::unordered_map<const float*, std::shared_ptr<std::vector<float>>> sums;  // of those, by accumulator
+    Products products;
     std::vector<BulkOperation> open_bulk;
     std::vector<std::vector<BulkOperation>> bulk_groups;  // committed, and not known to have been performed
     std::vector<std::function<void()>> writes;            // to shared memory, which TMA does not see before a fence
@@ -179,15 +174,15 @@ class Machine {
     return self.seen = *semaphore;
   }
 
-  // Keeps for other lanes what one lane decodes from the CTA's shared memory. Every write that a product may read is
-  // followed by wrote_shared().
-  template <typename Make>
-  const float* read_once(uint64_t key, int count, Make&& make) {
-    Read& found = block_->reads[key];
-    if (!found.numbers) { found.numbers = std::make_unique_for_overwrite<float[]>(count); }
-    if (std::exchange(found.writes, block_->writes) != block_->writes) { make(found.numbers.get()); }
-    return found.numbers.get();
-  }
+  // What a lane has decoded of the CTA's shared memory, for other lanes.
+  struct Read {
+    uint64_t writes = 0;  // when one looked
+    std::string bytes;
+    std::vector<float> numbers;
+  };
+  Read& read_of(uint64_t key) { return block_->reads[key]; }
+  // Every write that a product may read is followed by wrote_shared().
+  uint64_t writes() const { return block_->writes; }
   void wrote_shared() { ++block_->writes; }
 
   Thread& self() { return *block_->threads[current]; }
@@ -202,11 +197,6 @@ class Machine {
   unsigned current = 0, blocks_of_grid = 0;
 
  private:
-  struct Read {
-    uint64_t writes = 0;  // to shared memory, before it
-    std::unique_ptr<float[]> numbers;
-  };
-
   struct Block {
     unsigned number;
     std::unique_ptr<char[]> memory = std::make_unique<char[]>(kSharedBytes + kSharedAlignment);

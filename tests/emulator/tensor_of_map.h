@@ -19,17 +19,19 @@ struct TensorOfMap {
     const uint32_t row_bytes = 2 * box[0];
     if (shared % (8 * row_bytes) != 0) { emulator::fail("a box of which the swizzle's pattern is cut"); }
     for (uint32_t row = 0;; ++row) {
-      for (index[0] = 0; index[0] < box[0]; ++index[0]) {
-        uint32_t place = shared + row * row_bytes + 2 * index[0];
-        place ^= (place >> 7 & (swizzle_rows - 1)) << 4;
-        bool is_inside = true;
-        uint64_t offset = 0;  // sums wrap around, as addresses do
-        for (int d = 0; d < kRank; ++d) {
-          const int64_t i = int64_t{at[d]} + index[d];
-          is_inside &= i >= 0 && uint64_t(i) < sizes[d];
-          offset += uint64_t(i) * strides[d];
-        }
-        f(place, is_inside ? data + offset : nullptr);
+      bool has_row = true;
+      uint64_t offset = 0;  // sums wrap around, as addresses do
+      for (int d = 1; d < kRank; ++d) {
+        const int64_t i = int64_t{at[d]} + index[d];
+        has_row &= i >= 0 && uint64_t(i) < sizes[d];
+        offset += uint64_t(i) * strides[d];
+      }
+      for (uint32_t column = 0; column < box[0]; ++column) {
+        const uint32_t place = shared + row * row_bytes + 2 * column;
+        const int64_t i = int64_t{at[0]} + column;
+        const bool is_inside = has_row && i >= 0 && uint64_t(i) < sizes[0];
+        f(place ^ (place >> 7 & (swizzle_rows - 1)) << 4,
+          is_inside ? data + offset + uint64_t(i) * strides[0] : nullptr);
       }
       int d = 1;
       for (; d < kRank; ++d) {
