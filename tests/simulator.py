@@ -180,4 +180,6 @@ class Simulator:
             run(agent, clock)
         if waiting:
             raise Stuck(f"no progress: {len(waiting)} waits do not end, among them {next(iter(waiting))}")
-        return max(raised[sum_][-1] for works in self.of_tile.values() for work in works for sum_, _ in work.adds)
+        adds = collections.Counter(sum_ for works in self.of_tile.values() for work in works for sum_, _ in work.adds)
+        assert {sum_: len(raised[sum_]) for sum_ in adds} == adds
+        return max(raised[sum_][-1] for sum_ in adds)

@@ -48,19 +48,20 @@ def test_masks_by_columns(programs, row, call):
     emulation.check(programs[row], MACHINES, **call)
 
 
-# So many KV tiles that several CTAs plan them, if there are several SMs.
-LONG = FORMS[0] | dict(columns="random", seqlen_q=70, seqlen_k=3900)
+# So many KV tiles, in both passes, that several CTAs plan those of a head if there are several SMs.
+LONG = FORMS[0] | dict(columns="random", seqlen_q=40, seqlen_k=6150, heads=2, kv_heads=2, mask_heads=2)
 
 
-def test_several_ctas_plan_a_long_sequence(programs_of):
-    emulation.check(programs_of("forward")["128"], MACHINES[:2], **LONG)
+def test_several_ctas_plan_a_long_sequence(programs):
+    emulation.check(programs["64"], ((1, 1), (5, 0)), **LONG)
 
 
-def test_a_plan_of_which_a_part_is_missing_is_found(tmp_path):
+@pytest.mark.parametrize("name", PASSES)
+def test_a_plan_of_which_a_part_is_missing_is_found(tmp_path, name):
     fault = ("columns/plan.h", "(int(blockIdx.x) % params.ctas) * kPlanWarps", "0")
-    program = emulation.build(emulation.source(tmp_path, fault), "forward", "128", tmp_path / "run", LONG)
+    program = emulation.build(emulation.source(tmp_path, fault), name, "64", tmp_path / "run", LONG)
     with pytest.raises(AssertionError):
-        emulation.check(program, ((3, 0),), **LONG)
+        emulation.check(program, ((5, 0),), **LONG)
 
 
 @pytest.mark.parametrize("name", PASSES)

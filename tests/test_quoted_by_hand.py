@@ -10,7 +10,7 @@ import test_readme as readme
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "benchmarks" / "few_heads_masks_decoding.md").read_text()
-RUN = "h200_2026-11-28_"
+RUN = "h200_2026-11-"
 
 
 def rows_of(*names):
@@ -36,7 +36,7 @@ def words(page):
     return " ".join((ROOT / page).read_text().split())
 
 
-SHARDED = rows_of("f05c3d1_sharded_1", "129c590_sharded_2")
+SHARDED = rows_of("28_f05c3d1_sharded_1", "28_129c590_sharded_2")
 BACKWARD = readme.ours(SHARDED, "backward")
 FASTER = {
     shape: max(tflops, readme.ours(SHARDED, "backward", "order_free")[shape]) for shape, tflops in BACKWARD.items()
@@ -89,10 +89,12 @@ def test_where_few_heads_are_slow():
     assert f"FlashAttention-4 {fa4[0]:.0f} with determinism and {fa4[1]:.0f} without" in text
 
 
-def column_ratios(name):
+def column_ratios(name, head_dim):
     """By case and tokens: ours over the baseline's, by baseline and pass."""
     found = {}
     for row in rows_of(name):
+        if row["head_dim"] != head_dim:
+            continue
         found.setdefault((row["case"], row["seqlen"]), {})[row["impl"], row["pass"]] = row["tflops"]
     return {
         case: {
@@ -104,7 +106,9 @@ def column_ratios(name):
     }
 
 
-WIDE, NARROW = column_ratios("129c590_column_masks_128"), column_ratios("f05c3d1_column_masks_64")
+OLD, NEW = "28_129c590_column_masks_128", "29_6b9e0ac_column_masks"
+WIDE, NARROW = column_ratios(OLD, 128) | column_ratios(NEW, 128), column_ratios(NEW, 64)
+LONG = WIDE.keys() - NARROW.keys()
 ORDER = [(of, pass_) for pass_ in ("forward", "backward") for of in ("own", "flex")]
 
 
@@ -117,6 +121,7 @@ def test_column_masks():
             of_case = table.get((case, tokens))
             at = [of_case and of_case[own if of == "own" else of, pass_] for of, pass_ in ORDER]
             cells += ["–" if ratio is None else f"{ratio:.2f}" for ratio in at]
+        cells[1] += "*" if (case, tokens) in LONG else ""
         assert f"| {' | '.join(cells)} |" in PAGE
     assert PAGE.count(" | packed batch | ") + PAGE.count(" | causal kernel | ") == len(WIDE)
 
@@ -140,14 +145,14 @@ def test_the_speed_of_column_masks():
 
 
 def test_decoding():
-    rows = rows_of("e6a9590_decoding")
+    rows = rows_of("29_2056329_decoding")
     for row in rows:
         speed = row["tb_per_s"]
         cells = [f"{row['batch']} x {row['seqlen']}", f"{row['heads']}/{row['kv_heads']}", row["head_dim"]]
         cells += [row["new_tokens"], f"{speed['plain']:.2f}"]
-        cells += [f"{speed[page] / speed['plain']:.2f}" for page in ("16", "64")]
+        cells += [f"{speed[page] / speed['plain']:.2f}" for page in ("1", "16", "64", "100")]
         assert f"| {' | '.join(map(str, cells))} |" in PAGE
-    for row in rows_of("d45d1ce-dirty_short_tiles"):
+    for row in rows_of("28_d45d1ce-dirty_short_tiles"):
         cells = [f"{row['batch']} x {row['seqlen']}", f"{row['heads']}/{row['kv_heads']}", row["head_dim"]]
         cells += [row["us"][cache][when] for cache in ("plain", "64") for when in ("before", "after")]
         assert f"| {' | '.join(map(str, cells))} |" in PAGE

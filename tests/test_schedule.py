@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from mask_support import CAUSAL, FULL, masks, name_of, window
 
-from dash_attn import _schedule
+from dash_attn import _schedule, schedule
 from dash_attn.schedule import (
     POLICIES,
     Problem,
@@ -393,3 +393,39 @@ def test_bad_lookups_name_the_argument():
         _schedule.rank("spt", problem, 5, 4)
     with pytest.raises(ValueError, match=r"number must be in \[0, 8\), got 8"):
         work_tile("spt", problem, 8)
+
+
+@pytest.mark.parametrize(
+    "policy, causal, seqlen, head_dim, head_swizzle, last_heads",
+    [
+        ("descending", True, 512, 128, 64, 0),
+        ("descending", True, 4096, 64, 16, 0),
+        ("descending", True, 8192, 128, 8, 0),
+        ("descending", True, 32768, 128, 4, 0),
+        ("order_free", True, 512, 64, 4, 64),
+        ("order_free", True, 8192, 128, 2, 2),
+        ("order_free", False, 1024, 128, 4, 16),
+        ("order_free", False, 32768, 128, 1, 1),
+        ("atomic", True, 4096, 256, 4, 0),
+        ("symmetric_shift", True, 1024, 64, 64, 0),
+        ("spt", True, 512, 64, 1, 0),
+        ("ascending", True, 512, 64, 1, 0),
+        ("spt", False, 512, 64, 64, 0),
+        ("shift", False, 16384, 128, 1, 0),
+    ],
+)
+def test_head_swizzle_of_the_launch(policy, causal, seqlen, head_dim, head_swizzle, last_heads):
+    tiles = schedule.problem(policy, seqlen, seqlen, causal=causal, head_dim=head_dim, head_swizzle=None)
+    assert (tiles.head_swizzle, tiles.last_heads) == (head_swizzle, last_heads)
+
+
+@pytest.mark.parametrize("batch, heads, kv_heads, seqlen, ctas, head_swizzle", [
+    (1, 8, 8, 2048, 132, 8), (1, 8, 8, 2048, 128, 8), (1, 8, 8, 2048, 127, 1), (1, 8, 8, 2048, 255, 8),
+    (1, 8, 8, 2048, 256, 1), (2, 4, 4, 2048, 128, 8), (2, 16, 4, 2048, 128, 8), (1, 9, 9, 2048, 132, 1),
+    (2, 1, 1, 8192, 132, 2),
+])  # fmt: skip
+def test_where_all_heads_of_shift_come_together(batch, heads, kv_heads, seqlen, ctas, head_swizzle):
+    """Where each KV tile has a CTA, but not each part of one."""
+    counts = dict(batch=batch, heads=heads, kv_heads=kv_heads)
+    tiles = schedule.problem("shift", seqlen, seqlen, causal=False, head_dim=64, **counts)
+    assert _schedule.head_swizzle("shift", tiles, 64, ctas=ctas) == head_swizzle

@@ -110,7 +110,7 @@ FAULTS = [
     ("Swizzle::place(row + row_of_lane, chunk)", "chunk", "forward/gather.h", WRONG, ROWS_OF_PAGES),
     ("Variant::kKey + i * 32 + lane)", "Variant::kKey + i * 32 + lane / 2 * 2)", "forward/load.h", WRONG,
      ROWS_OF_PAGES),
-    ("found && column < source.columns;", "found;", "forward/gather.h", WRONG, ROWS_OF_PAGES | dict(head_dim=104)),
+    ("< count && column < source.columns;", "< count;", "forward/gather.h", WRONG, ROWS_OF_PAGES | dict(head_dim=104)),
 ]  # fmt: skip
 
 

@@ -53,7 +53,7 @@ struct ConvertTask {
   }
 
   __device__ __forceinline__ int quad(int index) const { return first + index * Layout::kThreads; }
-  // The tile row number of row `index` of those, and which of them element i of a quad is in.
+  // The tile row number of row `index` of those.
   __device__ __forceinline__ int row_of_lane(int index) const {
     return kTransposed ? Layout::element(quad(index / 2), index % 2).query : Layout::element(first, 2 * index).query;
   }
@@ -195,7 +195,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams& params, int b
 template <int kQkDim>
 constexpr int kConvertBlocksOfSm = kQkDim == 64 || kQkDim == 128 ? 4 : 2;
 
-// For all head dims of V.
+// Serves all head dims of V, because the tile of Q and K does not depend on them.
 template <int kQkDim>
 __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksOfSm<kQkDim>)
     convert_kernel(const ConvertParams params) {

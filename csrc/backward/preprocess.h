@@ -77,7 +77,7 @@ __device__ __forceinline__ void write_rows(const PreprocessParams& params, int t
   }
 }
 
-// Zeroes dQ of a block's rows, which is not null, if no KV tile adds to it.
+// Zeroes dQ of a block's rows if no KV tile adds to it. The caller has checked that there is a dQ.
 template <typename Tile>
 __device__ __forceinline__ void zero_unseen_rows(const PreprocessParams& params, const TileOwner& owner,
                                                  int first_row) {
@@ -168,7 +168,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams& params,
   }
 }
 
-// So that a thread has at most 64 registers, or 48. The compiler would take more for write_rows.
+// Limits a thread to 64 registers, or to 48. The compiler would take more for write_rows.
 template <typename Tile>
 constexpr int kPreprocessBlocksOfSm = Tile::kMayBeNarrow ? 4 : 5;
 

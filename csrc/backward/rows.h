@@ -25,8 +25,8 @@ struct PreprocessTile {
   static constexpr int kBlocks = kTileRows / kRows;                            // of a query tile
   static_assert(kBlocks * kRows == kTileRows && kRows <= kPreprocessThreads);  // a thread writes a row
 
-  // Whether the geometry may be one that is not wide. Only then are sums order-free, or dQ finished, for which KV tiles
-  // matter; those of such geometries are alike.
+  // Whether the geometry may be one that is not wide. Only these have order-free sums or finish dQ, which depend on KV
+  // tiles. Their KV tiles have as many keys.
   static constexpr bool kMayBeNarrow = kThreadsPerRow < 32;
   static constexpr Tiling kNarrowTiling = {kTileRows, 2 * kWarpgroupRows, 1};
 };

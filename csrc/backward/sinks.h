@@ -51,7 +51,7 @@ __device__ __forceinline__ void sum_rows_of_sink(const SinkParams& params, int b
   const float sink = params.sinks[head];
   const float* const lse_rows = params.softmax_lse + lse + head * params.lse_head_stride;
   const float* const delta_rows = params.workspace.delta + tile * params.tile_rows;
-  static_assert(kProductDepth == 16, "a tile is a whole number of the groups that statistic_position permutes");
+  static_assert(kProductDepth == 16);  // rows of a tile are a multiple, and statistic_position permutes 16 at a time
   float sum = 0.f;
   for (int row = threadIdx.x; row < seqlen_q; row += kSinkThreads) {
     if (isinf(lse_rows[row])) { continue; }

@@ -40,7 +40,7 @@ struct PlanParams {
   int* counter;  // set to zero, or null
 
   int ctas;  // that share a sequence and head
-  bool plans_keys, plans_queries;  // with several CTAs not in the same launch
+  bool plans_keys, plans_queries;  // if several CTAs share a sequence, each in a launch of its own
 };
 
 // What all lanes share, and the arrays from the sequence's first entry on.
@@ -199,7 +199,7 @@ __device__ __forceinline__ int count_long_tiles(const PlannedSequence& planned) 
 
 template <Pass kPass>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams params) {
-  ptx::launch_dependents();  // which wait for this kernel's end
+  ptx::launch_dependents();  // the dependents wait for this kernel's end
   ptx::wait_for_previous_kernel();  // the launch for the KV tiles
   if (params.counter && blockIdx.x == 0 && threadIdx.x == 0) { *params.counter = 0; }
   const int warp = (int(blockIdx.x) % params.ctas) * kPlanWarps + int(threadIdx.x) / 32;

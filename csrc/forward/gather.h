@@ -1,5 +1,5 @@
 // Copies K or V of a KV tile row by row, for pages whose size is not a multiple of the rows of a TMA box. TMA takes
-// about 54 cycles for a box, however few rows it has. A warp issues the copies of one to four rows in a few cycles.
+// about 54 cycles for a box, however few rows it has. A warp issues the copies of four or eight rows in a few cycles.
 #pragma once
 
 #include "../device/ptx.h"
@@ -21,12 +21,12 @@ __device__ __forceinline__ void gather_tile(Element* tile, const RowsOfPages& so
                                             const PageTable& pages, const PlacesOfKeys<kKeys>& keys, int count,
                                             uint64_t cache_hint) {
   constexpr int kChunkColumns = 16 / int(sizeof(Element)), kRowsAtOnce = 32 / Swizzle::kChunks;
+  static_assert(kKeys % kRowsAtOnce == 0);
   const int lane = int(threadIdx.x) % 32, chunk = lane % Swizzle::kChunks, row_of_lane = lane / Swizzle::kChunks;
   const Element* const of_head = static_cast<const Element*>(source.data) + head * source.stride_head;
 #pragma unroll
   for (int first = 0; first < kKeys; first += 32) {
-    const Element* const own_row =
-        first + lane < count ? of_head + pages.row_of(keys.of[first / 32]) * source.stride_row : nullptr;
+    const Element* const own_row = of_head + pages.row_of(keys.of[first / 32]) * source.stride_row;
 #pragma unroll
     for (int row = first; row < min_int(first + 32, kKeys); row += kRowsAtOnce) {
       const auto found = reinterpret_cast<const Element*>(
@@ -36,7 +36,7 @@ __device__ __forceinline__ void gather_tile(Element* tile, const RowsOfPages& so
 #pragma unroll
       for (int block = 0; block < kColumns / Swizzle::kColumns; ++block) {
         const int column = block * Swizzle::kColumns + chunk * kChunkColumns;
-        const bool exists = found && column < source.columns;
+        const bool exists = row + row_of_lane < count && column < source.columns;
         ptx::copy_16_bytes(to + block * kKeys * Swizzle::kColumns, found + column, exists ? 16 : 0, cache_hint);
       }
     }

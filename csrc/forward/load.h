@@ -259,7 +259,7 @@ class Loader {
   }
 
   // With pages, begins to read the page table: called before the places are needed (kFindsEarly). Lanes without a key
-  // read the entry of the last one. If they did not, the others would wait here for theirs.
+  // read the entry of the last one: a branch around the read would make each look-up wait for the one before.
   __device__ __forceinline__ KeyTile find(int kv_tile, const Tile& tile) const {
     KeyTile found{kv_tile};
     const int lane = int(threadIdx.x) % 32, last_key = tile.sequence.seqlen_k - 1;
@@ -317,7 +317,7 @@ class Loader {
     }
   }
 
-  // What the loader waits for next may depend on the consumer having all tiles so far.
+  // Completes all barriers. What the loader waits for next may depend on the consumer having all tiles so far.
   __device__ __forceinline__ void end_copies() {
     if constexpr (kKeys == Keys::kInRows) { complete_copies<0>(ring_in_rows()); }
   }

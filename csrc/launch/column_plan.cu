@@ -37,9 +37,8 @@ void launch_plan(const AttentionArguments& a, const MaskRule& mask, const Tiling
   params.arrays = arrays;
   params.counter = counter;
   const int64_t places = int64_t{a.batch} * params.mask_heads;
-  // Of the mean sequence. With fewer tiles, one CTA takes less time than a second launch.
-  const int tiles = int(all_rows(a, a.seqlen_k) / a.batch) / tiling.key;
-  constexpr int kManyTiles = 3 * columns::kPlanWarps;
+  const int tiles = int(all_rows(a, a.seqlen_k) / a.batch) / tiling.key;  // of the mean sequence
+  constexpr int kManyTiles = 3 * columns::kPlanWarps;  // one CTA plans fewer in less time than a second launch takes
   const bool share = tiles >= kManyTiles && 2 * places <= a.num_sms && a.sm_margin == 0;
   params.ctas = share ? min_int(a.num_sms / int(places), ceil_div(tiles, columns::kPlanWarps)) : 1;
   const auto launch_part = [&](bool keys, bool queries) {

@@ -84,8 +84,12 @@ void launch_convert(const BackwardPlan& plan, cudaStream_t stream) {
   params.head_dim = a.head_dims.qk;
   params.dq_scale = plan.params.scale_of_sums;
   params.continues = a.carried.dq_continues;
-  const auto kernel =
-      with_geometry(a, [](auto geometry) { return &backward::convert_kernel<decltype(geometry)::kQkDim>; });
+  const auto kernel = with_geometry(a, [](auto geometry) {
+    using Geometry = decltype(geometry);
+    using OfKernel = backward::Geometry<Geometry::kQkDim, Geometry::kQkDim>;
+    static_assert(Geometry::kQuery == OfKernel::kQuery && Geometry::kKey == OfKernel::kKey);
+    return &backward::convert_kernel<Geometry::kQkDim>;
+  });
   launch("the conversion of dQ", kernel, params, grid_of(a, params.num_blocks, backward::kConvertThreads, 0), stream,
          {starts_before_previous_ends(plan.starts_early)});
 }

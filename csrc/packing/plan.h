@@ -256,7 +256,7 @@ __device__ __forceinline__ void check_pages(const PlanParams<Rule>& params) {
 
 template <typename Rule>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams<Rule> params) {
-  ptx::launch_dependents();  // which wait for this kernel's end
+  ptx::launch_dependents();  // the dependents wait for this kernel's end
   if (blockIdx.x == 0) { plan(params); }
   if (blockIdx.x > 0 || gridDim.x == 1) {
     if (params.pages.exists()) { check_pages(params); }

@@ -78,6 +78,16 @@ def test_same_bits_under_load_and_on_fewer_sms(causal, bounds, head_dims, pertur
         support.assert_same_bits(call(sm_margin=margin), first, f"sm_margin={margin}")
 
 
+@pytest.mark.parametrize("mask_heads", [1, 2])
+@FORM
+def test_several_ctas_plan_a_long_sequence_as_one_does(causal, bounds, mask_heads, device):
+    """With sm_margin, one CTA plans a head of a sequence."""
+    shape = (2, 300, 7000, 4, 2)
+    *inputs, columns = drawn((128, 128), shape, causal, bounds, device, mask_heads=mask_heads)
+    call = functools.partial(results, *inputs, columns, causal=causal)
+    support.assert_same_bits(call(), call(sm_margin=1), f"{mask_heads} heads of the mask")
+
+
 @pytest.mark.parametrize("window", [{}, {"window_size": (100, 30)}, {"window_size": (-1, 9), "attention_chunk": 256}])
 @HEAD_DIMS
 @FORM

@@ -257,8 +257,7 @@ struct KeyWindows {
     return first_row + threadIdx.x % 32 / kThreadsPerRow * 2;
   }
 
-  __device__ __forceinline__ void load(const HeadRows& keys, const HeadRows& values, int first_row,
-                                       int end) {
+  __device__ __forceinline__ void load(const HeadRows& keys, const HeadRows& values, int first_row, int end) {
     const int first = first_of_thread(first_row);
     const uint16_t *key = keys.row(first) + Part::first_column(), *value = values.row(first) + Part::first_column();
     const typename Part::Limits of_keys(keys, end - first), of_values(values, end - first);
