@@ -112,18 +112,18 @@ def test_a_step_of_decoding_runs_no_op_of_torch(form, appends):
     assert ops.names == (["forward", "append", "forward_of_cache"] if appends else ["forward_of_cache"])
 
 
-# Two heads of 32 queries fill a tile of 64 rows. Three heads share no tile.
-IN_PLACE = [{}, {"causal": True}, {"heads": 6, "seqlen_q": 64}, {"head_dims": (192, 128)}, {"window_size": (-1, 0)}]
+# Two heads of 256 queries are 512 rows. Three heads share no tile.
+IN_PLACE = [{}, {"causal": True}, {"heads": 6, "seqlen_q": 512}, {"head_dims": (192, 128)}, {"window_size": (-1, 0)}]
 COPIED = [
-    {"softcap": 30.0}, {"alibi_slopes": torch.ones(4)}, {"window_size": (8, 0)}, {"seqlen_q": 33},
-    {"heads": 6, "seqlen_q": 65}, {"head_dims": (64, 136)}, {"head_dims": (200, 128)},
+    {"softcap": 30.0}, {"alibi_slopes": torch.ones(4)}, {"window_size": (8, 0)}, {"seqlen_q": 257},
+    {"heads": 6, "seqlen_q": 513}, {"head_dims": (64, 136)}, {"head_dims": (200, 128)},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("is_copied, arguments", [(False, x) for x in IN_PLACE] + [(True, x) for x in COPIED], ids=str)
 def test_which_calls_copy_pages_that_cut_boxes(is_copied, arguments):
     """No kernel for tall query tiles loads single rows of pages."""
-    arguments = {"seqlen_q": 32, "heads": 4, "head_dims": (64, 64), "cache_seqlens": int32(3, 5), **arguments}
+    arguments = {"seqlen_q": 256, "heads": 4, "head_dims": (64, 64), "cache_seqlens": int32(3, 5), **arguments}
     seqlen_q, heads, (qk, v) = (arguments.pop(name) for name in ("seqlen_q", "heads", "head_dims"))
     for page_rows in (6, 16):
         pages = 2 * 96 // page_rows

@@ -148,7 +148,7 @@ def test_distributed_program(shell, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page, numbers", [("docs/training.md", (0, -1)), ("docs/distributed.md", (-1,)), ("docs/schedules.md", (0,))]
+    "page, numbers", [("docs/training.md", (0, -1))]
 )
 def test_commands_run(page, numbers, shell):
     """One after the other in one folder, as a reader runs them."""

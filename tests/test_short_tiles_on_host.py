@@ -108,7 +108,7 @@ FAULTS = [
     ("kCopiedAhead = Variant::kStages - 2;", "kCopiedAhead = Variant::kStages - 1;", "forward/load.h", NOBODY,
      ROWS_OF_PAGES),
     ("Swizzle::place(row + row_of_lane, chunk)", "chunk", "forward/gather.h", WRONG, ROWS_OF_PAGES),
-    ("Variant::kKey + i * 32 + lane)", "Variant::kKey + i * 32 + lane / 2 * 2)", "forward/load.h", WRONG,
+    ("i * 32 + lane, last_key", "i * 32 + lane / 2 * 2, last_key", "forward/load.h", WRONG,
      ROWS_OF_PAGES),
     ("< count && column < source.columns;", "< count;", "forward/gather.h", WRONG, ROWS_OF_PAGES | dict(head_dim=104)),
 ]  # fmt: skip

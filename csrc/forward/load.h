@@ -76,10 +76,10 @@ class Loader {
     RowOrigin key_rows;
   };
 
-  // A KV tile, and with pages the place of the first key of the lane's box, or of the lane's keys.
+  // A KV tile, and with pages the row of the tensor at which the lane's box of it ends, or the places of its keys.
   struct KeyTile {
     int number;
-    std::conditional_t<kKeys == Keys::kInPages, PageTable::Place, Empty> box;
+    std::conditional_t<kKeys == Keys::kInPages, int, Empty> end_of_box;
     std::conditional_t<kKeys == Keys::kInRows, PlacesOfKeys<Variant::kKey>, Empty> keys;
   };
 
@@ -258,17 +258,26 @@ class Loader {
     v_ = v_.next();
   }
 
-  // With pages, begins to read the page table: called before the places are needed (kFindsEarly). Lanes without a key
-  // read the entry of the last one: a branch around the read would make each look-up wait for the one before.
+  // With pages, begins to read the page table: called before the places are needed (kFindsEarly). In kernels for short
+  // tiles, lanes without a key read the entry of the last one: a branch around the read would make each look-up wait
+  // for the one before. Kernels for tall tiles have no registers for that.
   __device__ __forceinline__ KeyTile find(int kv_tile, const Tile& tile) const {
     KeyTile found{kv_tile};
     const int lane = int(threadIdx.x) % 32, last_key = tile.sequence.seqlen_k - 1;
-    const auto place_of = [&](int key) { return params_.pages.place_of(tile.number, min_int(key, last_key)); };
-    if constexpr (kKeys == Keys::kInPages) { found.box = place_of(first_key_of_box(kv_tile, lane)); }
+    const auto place_of = [&](int key) { return params_.pages.place_of(tile.number, key); };
+    if constexpr (kKeys == Keys::kInPages) {
+      const int key = first_key_of_box(kv_tile, lane);
+      const int count = lane < kBoxes ? PageTable::keys_of_box(tile.sequence.seqlen_k - key) : 0;
+      if constexpr (Variant::kIsShort) {
+        found.end_of_box = params_.pages.row_of(place_of(min_int(key, last_key))) + count;
+      } else {
+        found.end_of_box = count > 0 ? params_.pages.row_of(place_of(key)) + count : 0;
+      }
+    }
     if constexpr (kKeys == Keys::kInRows) {
 #pragma unroll
       for (int i = 0; i * 32 < Variant::kKey; ++i) {
-        found.keys.of[i] = place_of(kv_tile * Variant::kKey + i * 32 + lane);
+        found.keys.of[i] = place_of(min_int(kv_tile * Variant::kKey + i * 32 + lane, last_key));
       }
     }
     return found;
@@ -332,17 +341,14 @@ class Loader {
   template <int kColumns>
   __device__ __forceinline__ void load_boxes(const CUtensorMap& map, Barrier& full, Element* place,
                                              const KeyTile& kv_tile, int kv_head, int seqlen_k) {
-    const auto keys_of_box = [&](int box) {
-      return PageTable::keys_of_box(seqlen_k - first_key_of_box(kv_tile.number, box));
-    };
-    const int own_end = params_.pages.row_of(kv_tile.box) + keys_of_box(int(threadIdx.x) % 32);
     int ends[kBoxes];
 #pragma unroll
-    for (int i = 0; i < kBoxes; ++i) { ends[i] = __shfl_sync(0xffffffff, own_end, i); }
+    for (int i = 0; i < kBoxes; ++i) { ends[i] = __shfl_sync(0xffffffff, kv_tile.end_of_box, i); }
     if (!leads()) { return; }
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
-      const RowOrigin rows = RowOrigin::of(true, ends[i], keys_of_box(i));
+      const int count = PageTable::keys_of_box(seqlen_k - first_key_of_box(kv_tile.number, i));
+      const RowOrigin rows = RowOrigin::of(true, ends[i], count);
 #pragma unroll
       for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
         ptx::load_box(place + column * Variant::kKey + i * PageTable::kBoxRows * Swizzle::kColumns, map,
