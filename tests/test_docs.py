@@ -147,9 +147,7 @@ def test_distributed_program(shell, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page, numbers", [("docs/training.md", (0, -1))]
-)
+@pytest.mark.parametrize("page, numbers", [("docs/training.md", (0, -1))])
 def test_commands_run(page, numbers, shell):
     """One after the other in one folder, as a reader runs them."""
     shown = blocks(page, "bash")
