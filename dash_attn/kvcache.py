@@ -353,7 +353,8 @@ _BOX_ROWS = 16
 """Rows of a page that TMA loads at a time (PageTable in csrc/placement/sequences.h)."""
 
 _MOST_ROWS = 512
-"""Rows of a sequence. With more, copying the cache is faster than reading it row by row for each query tile."""
+"""Rows of a sequence. With twice as many, a copy of the cache was faster than reading it row by row for each query tile
+(8 sequences of 4,096 keys on an H200)."""
 
 
 class _InPlace(NamedTuple):

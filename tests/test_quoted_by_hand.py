@@ -144,6 +144,24 @@ def test_the_speed_of_column_masks():
     assert f"costs {costs[0]}% at 16,384 tokens and {costs[1]}% at 4,096 tokens" in text
 
 
+def test_small_pages():
+    page = (ROOT / "docs" / "design_decisions.md").read_text()
+    rows = [row for row in rows_of("29_6b9e0ac-dirty_pages_and_plans") if "seqlen" in row and row["new_tokens"] == 1]
+    shapes = (64, 8192, 8), (1, 32768, 8), (16, 8192, 1)
+
+    def times(version, size, run):
+        of_shape = {
+            (row["batch"], row["seqlen"], row["kv_heads"]): row["us"][size]
+            for row in rows
+            if (row["version"], row["run"]) == (version, run) and row["head_dim"] == 128
+        }
+        return " | ".join(f"{of_shape[shape]:,.0f}" for shape in shapes)
+
+    for version, run in (("6b9e0ac", 1), ("chunks", 1), ("look-ups", 2), ("all buffers", 2), ("always a copy", 1)):
+        assert f" | {times(version, '1', run)} |" in page
+    assert f"| a plain cache | {times('look-ups', 'plain', 2)} |" in page
+
+
 def test_decoding():
     rows = rows_of("29_2056329_decoding")
     for row in rows:

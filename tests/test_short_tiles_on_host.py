@@ -104,7 +104,7 @@ FAULTS = [
     # head.
     ("wait_for_copies<kLeft>();", "wait_for_copies<kLeft + 1>();", "forward/load.h", WRONG, ROWS_OF_PAGES),
     ("    ptx::fence_async_shared();\n", "", "forward/load.h", WRONG, ROWS_OF_PAGES),
-    ("complete_copies<0>(ring_in_rows());", "", "forward/load.h", NOBODY, ROWS_OF_PAGES),
+    ("complete_copies<0>(ring_of_copies());", "", "forward/load.h", NOBODY, ROWS_OF_PAGES),
     ("kCopiedAhead = Variant::kStages - 2;", "kCopiedAhead = Variant::kStages - 1;", "forward/load.h", NOBODY,
      ROWS_OF_PAGES),
     ("Swizzle::place(row + row_of_lane, chunk)", "chunk", "forward/gather.h", WRONG, ROWS_OF_PAGES),

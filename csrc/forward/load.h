@@ -297,7 +297,7 @@ class Loader {
     if constexpr (kKeys == Keys::kInRows) {
       gather_tile<Swizzle, kColumns>(place, rows, kv_head, params_.pages, kv_tile.keys,
                                      tile.sequence.seqlen_k - kv_tile.number * Variant::kKey, key_hint());
-      complete_copies<kCopiedAhead>(ring_in_rows().next());
+      complete_copies<kCopiedAhead>(ring_of_copies().next());
     } else {
       if (leads()) { full.arrive_and_expect_tx(Variant::kKey * kColumns * sizeof(Element)); }
       if constexpr (kKeys == Keys::kInPages) {
@@ -313,7 +313,7 @@ class Loader {
   // wait for the next tile, whose barrier must then have been completed.
   static constexpr int kCopiedAhead = Variant::kStages - 2;
 
-  __device__ __forceinline__ Ring ring_in_rows() const { return kLoads == Loads::kV ? v_ : k_; }
+  __device__ __forceinline__ Ring ring_of_copies() const { return kLoads == Loads::kV ? v_ : k_; }
 
   // Completes the barriers of the tiles before `end` but the last kLeft ones, once their rows have arrived.
   template <int kLeft>
@@ -328,7 +328,7 @@ class Loader {
 
   // Completes all barriers. What the loader waits for next may depend on the consumer having all tiles so far.
   __device__ __forceinline__ void end_copies() {
-    if constexpr (kKeys == Keys::kInRows) { complete_copies<0>(ring_in_rows()); }
+    if constexpr (kKeys == Keys::kInRows) { complete_copies<0>(ring_of_copies()); }
   }
 
   static constexpr int kBoxes = Variant::kKey / PageTable::kBoxRows;
