@@ -156,6 +156,16 @@ def test_keys_in_pages_have_the_bits_of_keys_in_one_tensor(programs, row, mask, 
     assert check(programs[row], page_rows=page_rows, **call) == check(programs[row], **call)
 
 
+STEPS = [dict(), dict(sinks=1), dict(softcap=1), dict(slopes=1)]
+
+
+@pytest.mark.parametrize("row, mask, score", pairwise(ROWS, PAGED_MASKS, STEPS), ids=str)
+def test_steps_of_decoding(programs, row, mask, score):
+    """Without a plan: the kernel finds sequences in a cache itself, where all tiles run at once."""
+    call = dict(pack="3:250,3:400,3:0,3:7", heads=4, kv_heads=2, **mask, **score)
+    assert check(programs[row], step=1, page_rows=400, table=0, **call) == check(programs[row], **call)
+
+
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("score", ["sinks", "softcap", "slopes", "dropout"])
 @pytest.mark.parametrize("mask", [dict(mask="causal"), dict(mask="window", left=90, right=20)], ids=str)

@@ -59,6 +59,26 @@ def test_pages(programs, row):
         assert emulation.check(programs[row], MACHINES, page_rows=page_rows, **call) == expected
 
 
+STEPS = [
+    dict(pack="1:850,1:400,1:0,1:7,1:64,1:1290", heads=8, kv_heads=1),
+    dict(pack="3:850,3:2,3:640", heads=8, kv_heads=2, dtype="fp16"),
+    # Several tiles of each head group.
+    dict(pack="100:700,100:101", heads=2, kv_heads=2),
+]
+
+
+@pytest.mark.parametrize(
+    "row, step, pages",
+    pairwise(ROWS, STEPS, [dict(page_rows=1290, table=0), dict(page_rows=16), dict(page_rows=24)]),
+    ids=str,
+)
+def test_steps_of_decoding(programs, row, step, pages):
+    """Where all tiles run at once, no plan runs before, and the kernel finds the sequences itself."""
+    call = dict(mask="causal", **step)
+    expected = emulation.check(programs[row], MACHINES[:1], **call)
+    assert emulation.check(programs[row], MACHINES, step=1, **pages, **call) == expected
+
+
 # One query token with eight heads, tiles of several tokens, and more queries than a tile of one warpgroup has rows for.
 # Some sequences have no keys, some fewer than a KV tile, and some have many.
 PACKS = (

@@ -303,7 +303,9 @@ PageTable pages_of(const Cache& cache, const AttentionArguments& arguments, int3
                       page_distance < kUnbounded && (pages - 1) * page_distance + page_rows <= arguments.seqlen_k,
                   "no page can have ", page_rows, " rows at a distance of ", page_distance, ", with ", most,
                   " pages of a sequence and ", arguments.seqlen_k, " rows in all");
-  return {data, static_cast<int>(most), static_cast<int>(page_rows), static_cast<int>(page_distance)};
+  const int64_t num_pages = (arguments.seqlen_k - page_rows) / page_distance + 1;
+  return {data, static_cast<int>(most), static_cast<int>(page_rows), static_cast<int>(page_distance),
+          static_cast<int>(num_pages)};
 }
 
 // The forward of a pack whose keys lie in a cache. The rows of k and v are those of all pages.

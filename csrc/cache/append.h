@@ -60,7 +60,7 @@ __device__ __forceinline__ int page_of(const AppendParams& params, int sequence,
   const PageTable& table = params.pages;
   const int page =
       table.exists() ? table.pages[int64_t{sequence} * table.max_pages + place / table.page_rows] : sequence;
-  if (unsigned(page) >= unsigned(params.num_pages)) { refuse<Wrong::kPage>(); }
+  if (unsigned(page) >= unsigned(table.num_pages)) { refuse<Wrong::kPage>(); }
   return page;
 }
 

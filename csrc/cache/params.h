@@ -25,7 +25,6 @@ struct AppendParams {
   const int* cu_seqlens;  // (batch + 1): the new rows of each sequence; or null
   int step;               // without cu_seqlens, the rows of each
   PageTable pages;        // without a table, sequence i has page i
-  int num_pages;
 };
 
 }  // namespace dash_attn::cache

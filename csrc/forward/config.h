@@ -79,6 +79,10 @@ struct Variant {
   // products of the others run meanwhile. With two, a consumer computes its exponentials while its own P V runs.
   static constexpr bool kRoundsBesideExponentials = kConsumers == 3;
 
+  // Whether the kernel serves steps of decoding that need no plan. With pages only the kernels of short tiles do: the
+  // others have no registers for keeping within the cache whatever the table says.
+  static constexpr bool kServesSteps = !kHasColumns && !Score::kDrops;
+
   // Whether a call may ask for the largest logits. Kernels that can are slower in every call.
   static constexpr bool kFindsLargest = kHasColumns;
 

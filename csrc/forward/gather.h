@@ -26,7 +26,7 @@ __device__ __forceinline__ void gather_tile(Element* tile, const RowsOfPages& so
   const Element* const of_head = static_cast<const Element*>(source.data) + head * source.stride_head;
 #pragma unroll
   for (int first = 0; first < kKeys; first += 32) {
-    const Element* const own_row = of_head + pages.row_of(keys.of[first / 32]) * source.stride_row;
+    const Element* const own_row = of_head + pages.row_within_tensor(keys.of[first / 32]) * source.stride_row;
 #pragma unroll
     for (int row = first; row < min_int(first + 32, kKeys); row += kRowsAtOnce) {
       const auto found = reinterpret_cast<const Element*>(

@@ -72,6 +72,8 @@ class Loader {
   // Whether a KV tile is found while the one before it is loaded. Beside slopes there are no registers for that.
   static constexpr bool kFindsEarly = kHasPages && Variant::Score::kKind == ScoreKind::kPlain;
 
+  static constexpr bool kServesSteps = Variant::kIsShort || (Variant::kServesSteps && !kHasPages);
+
   struct Tile : AnnouncedTile {
     RowOrigin key_rows;
   };
@@ -88,6 +90,9 @@ class Loader {
     const QueryTileScheduler& scheduler = params_.scheduler;
     if (!pack.is_pack()) {
       const QueryTile tile = scheduler.tile(place);
+      if constexpr (kServesSteps) {
+        if (params_.seqlens_k) { return tile_of_step(tile); }
+      }
       const RowOrigin rows = RowOrigin::of(false, tile.batch, 0);
       const int64_t heads = scheduler.head_groups << scheduler.group_shift;
       return {{scheduler.end_position(tile.index), tile.head_group, scheduler.sequence, rows,
@@ -101,6 +106,15 @@ class Loader {
     return {{alone.end_position(tile.index), tile.head_group, lengths,
              RowOrigin::of(true, sequence.end_q, lengths.seqlen_q), sequence.end_q - lengths.seqlen_q, sequence.number},
             RowOrigin::of(true, sequence.end_k, lengths.seqlen_k)};
+  }
+
+  // Without a plan, nobody has checked the sequence's length yet.
+  __device__ __forceinline__ Tile tile_of_step(const QueryTile& tile) const {
+    const int number = tile.batch, rows = params_.scheduler.sequence.seqlen_q, end_q = (number + 1) * rows;
+    const int keys = max_int(0, min_int(params_.seqlens_k[number], params_.pages.capacity()));
+    return {{params_.scheduler.end_position(tile.index), tile.head_group, {rows, keys},
+             RowOrigin::of(true, end_q, rows), end_q - rows, number},
+            RowOrigin::of(true, number * params_.pages.page_distance + keys, keys)};
   }
 
   // Announces the tile to the other warps. They read it when the barrier that is returned has completed.
@@ -269,7 +283,7 @@ class Loader {
       const int key = first_key_of_box(kv_tile, lane);
       const int count = lane < kBoxes ? PageTable::keys_of_box(tile.sequence.seqlen_k - key) : 0;
       if constexpr (Variant::kIsShort) {
-        found.end_of_box = params_.pages.row_of(place_of(min_int(key, last_key))) + count;
+        found.end_of_box = params_.pages.row_within_tensor(place_of(min_int(key, last_key))) + count;
       } else {
         found.end_of_box = count > 0 ? params_.pages.row_of(place_of(key)) + count : 0;
       }

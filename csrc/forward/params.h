@@ -26,6 +26,7 @@ struct KernelParams {
   Window window;
   QueryTileScheduler scheduler;
   PackView pack;
+  const int* seqlens_k;  // (batch) of a pack without a plan: a step of decoding, with a tile for each CTA; else null
   int* tiles_taken;  // counts the tiles taken after each CTA's first; null if each CTA has a fixed share
   ScoreParams score;
   const float* sinks;  // (heads): an extra logit for each row; null if there are none

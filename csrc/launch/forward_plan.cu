@@ -84,6 +84,14 @@ const ForwardKernel* choose_kernel(const ForwardArguments& call, ForwardPlan& pl
   return kernel;
 }
 
+// Whether a pack is a step of decoding whose tiles all run at once. The host then knows everything but the numbers of
+// keys, and no plan need sort the sequences.
+bool runs_at_once(const ForwardPlan& plan) {
+  const ForwardArguments& a = plan.call;
+  return a.reads_cache() && a.pack.rows_q > 0 && !a.pack.seqused_q &&
+         num_tiles(plan.params.scheduler) <= a.num_sms && (!a.pages.exists() || plan.kernel->is_short);
+}
+
 void make_tensor_maps(const ForwardArguments& a, const ForwardKernel& kernel, forward::KernelParams& params) {
   const int group_shift = params.scheduler.group_shift;
   const auto query_map = [&](const TensorView& t, int head_dim) {
@@ -121,6 +129,12 @@ ForwardPlan plan_forward(const ForwardArguments& call) {
   forward::KernelParams& params = plan.params;
   params.scheduler = make_scheduler(plan);
   plan.kernel = choose_kernel(call, plan);
+  plan.plans_pack = a.is_pack() && !runs_at_once(plan);
+  if (a.is_pack() && !plan.plans_pack) {
+    params.seqlens_k = a.pack.seqused_k;
+    params.scheduler.num_tiles = int(num_tiles(params.scheduler));
+    params.scheduler.takes_tiles = false;
+  }
   make_tensor_maps(a, *plan.kernel, params);
   params.softmax_lse = a.softmax_lse;
   params.lse_head_stride = a.seqlen_q;
@@ -140,7 +154,7 @@ ForwardPlan plan_forward(const ForwardArguments& call) {
 int64_t place_workspace(ForwardPlan& plan, void* base) {
   WorkspaceAllocator allocator(base);
   if (plan.params.scheduler.takes_tiles) { allocator.take(plan.params.tiles_taken, 1); }
-  if (plan.call.is_pack()) {
+  if (plan.plans_pack) {
     plan.pack = take_pack_arrays(allocator, plan.call.batch, plan.capacity);
     plan.params.pack = plan.pack.view();
   }
@@ -155,15 +169,16 @@ void run_forward(const ForwardArguments& call, const AllocateWorkspace& allocate
   if (call.is_pack()) { require_self_check(); }
   ForwardPlan plan = plan_forward(call);
   if (const int64_t bytes = place_workspace(plan, nullptr)) { place_workspace(plan, allocate(bytes)); }
-  if (call.is_pack()) { launch_pack_plan(plan, stream); }
+  if (plan.plans_pack) { launch_pack_plan(plan, stream); }
   if (call.needs_column_kernel()) {
     launch_column_plan(plan, stream);
   } else if (!call.is_pack() && plan.params.tiles_taken) {
     check_cuda(cudaMemsetAsync(plan.params.tiles_taken, 0, sizeof(int), stream), "clearing the count of tiles");
   }
   // With fewer CTAs than SMs, starting beside the plan of a pack made some decoding calls up to 8% slower.
-  const bool follows_plan = call.needs_column_kernel() || (call.is_pack() && plan.ctas == call.num_sms);
+  const bool follows_plan = call.needs_column_kernel() || (plan.plans_pack && plan.ctas == call.num_sms);
   plan.kernel->launch(plan.params, plan.ctas, follows_plan && call.sm_margin == 0, stream);
+  if (call.is_pack() && !plan.plans_pack) { launch_cache_check(plan, stream); }
 }
 
 }  // namespace dash_attn

@@ -14,6 +14,7 @@ namespace dash_attn {
 struct ForwardPlan {
   ForwardArguments call;         // with the mask that its kernel serves (scores.h)
   const ForwardKernel* kernel;
+  bool plans_pack;               // whether packing/plan.h runs before the kernel; never for a dense batch
   ForwardPackRule pack_rule;     // of a pack
   PackCapacity capacity;         // of a pack: an upper bound of what its sequences need
   forward::KernelParams params;  // complete except for what lies in the workspace

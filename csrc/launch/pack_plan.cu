@@ -1,6 +1,7 @@
 #include "pack_plan.h"
 
 #include "../dropout/mask.h"
+#include "../packing/check.h"
 #include "../packing/plan.h"
 #include "../placement/pack_needs.h"
 #include "launch.h"
@@ -18,26 +19,35 @@ packing::ClearedTensor cleared(const TensorView& tensor, const AttentionArgument
           of_keys};
 }
 
+// The longest that a sequence may be: with dropout there are bits for so many rows.
+int longest(const AttentionArguments& a, int blocks, int rows) {
+  return a.drops() ? blocks * dropout::kBlockRows : rows;
+}
+
+packing::Lengths lengths_of_keys(const AttentionArguments& a, const PageTable& pages) {
+  const PackLengths& pack = a.pack;
+  const int most = longest(a, a.dropout.key_blocks, a.seqlen_k);
+  packing::Lengths k{true, pack.cu_seqlens_k, pack.seqused_k, a.seqlen_k, most, 0};
+  if (pack.cu_seqlens_k) { return k; }
+  k.longest = pages.capacity();
+  if (pages.exists()) {
+    k.total = pages.capacity();  // of any sequence: a table places its keys
+  } else {
+    k.step = pages.page_distance;
+  }
+  return k;
+}
+
 template <typename Rule>
 void launch_plan(const Rule& rule, const AttentionArguments& a, const PageTable& pages, const PackArrays& arrays,
                  int* counter, const packing::ClearedRows& cleared, cudaStream_t stream) {
   packing::PlanParams<Rule> params{};
   params.rule = rule;
-  const auto longest = [&](int blocks, int rows) { return a.drops() ? blocks * dropout::kBlockRows : rows; };
   const PackLengths& pack = a.pack;
   params.q = {false, pack.cu_seqlens_q, pack.seqused_q, a.seqlen_q,
-              pack.cu_seqlens_q ? longest(a.dropout.query_blocks, a.seqlen_q) : pack.rows_q, pack.rows_q};
-  params.k = {true, pack.cu_seqlens_k, pack.seqused_k, a.seqlen_k, longest(a.dropout.key_blocks, a.seqlen_k), 0};
-  if (!pack.cu_seqlens_k) {
-    params.k.longest = pages.capacity();
-    if (pages.exists()) {
-      params.k.total = pages.capacity();  // of any sequence: a table places its keys
-    } else {
-      params.k.step = pages.page_distance;
-    }
-    params.pages = pages;
-    params.num_pages = (a.seqlen_k - pages.page_rows) / pages.page_distance + 1;
-  }
+              pack.cu_seqlens_q ? longest(a, a.dropout.query_blocks, a.seqlen_q) : pack.rows_q, pack.rows_q};
+  params.k = lengths_of_keys(a, pages);
+  params.pages = pages;
   params.batch = a.batch;
   params.sequences = arrays.sequences;
   params.of_unit = arrays.of_unit;
@@ -61,6 +71,15 @@ void launch_pack_plan(const ForwardPlan& plan, cudaStream_t stream) {
   rows.softmax_lse = a.softmax_lse;
   rows.heads = a.heads;
   launch_plan(plan.pack_rule, a, a.pages, plan.pack, plan.params.tiles_taken, rows, stream);
+}
+
+void launch_cache_check(const ForwardPlan& plan, cudaStream_t stream) {
+  const ForwardArguments& a = plan.call;
+  constexpr int kMostBlocks = 128;
+  const int blocks = a.pages.exists() ? a.batch : ceil_div(a.batch, packing::kCheckThreads);
+  launch("the check of a cache", packing::check_kernel, {lengths_of_keys(a, a.pages), a.pages, a.batch},
+         {unsigned(min_int(blocks, min_int(kMostBlocks, a.num_sms))), packing::kCheckThreads, 0}, stream,
+         {starts_before_previous_ends(a.sm_margin == 0)});
 }
 
 void launch_pack_plan(const BackwardPlan& plan, cudaStream_t stream) {

@@ -1,5 +1,5 @@
 // The kernel before either pass over a pack: it plans the work (packing/plan.h) and clears results of rows that belong
-// to no sequence.
+// to no sequence. And the kernel beside a forward that needs no plan (packing/check.h).
 #pragma once
 
 #include "backward_plan.h"
@@ -9,5 +9,6 @@ namespace dash_attn {
 
 void launch_pack_plan(const ForwardPlan& plan, cudaStream_t stream);
 void launch_pack_plan(const BackwardPlan& plan, cudaStream_t stream);
+void launch_cache_check(const ForwardPlan& plan, cudaStream_t stream);
 
 }  // namespace dash_attn

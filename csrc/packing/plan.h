@@ -9,59 +9,16 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdio>
 #include <cub/block/block_scan.cuh>
 
 #include "../device/ptx.h"
 #include "../placement/pack_needs.h"
 #include "../placement/sequences.h"
+#include "lengths.h"
 
 namespace dash_attn::packing {
 
 constexpr int kPlanThreads = 1024;
-
-// The lengths of queries or of keys, as the caller gives them.
-struct Lengths {
-  bool of_keys;
-  const int* cu_seqlens;  // or null: sequence i has the `longest` rows from row i * step on
-  const int* seqused;     // or null: all rows are used
-  int total;
-  int longest;  // the longest that a sequence may be: with dropout there are bits for that many rows
-  int step;
-
-  struct Rows {
-    int first, length;
-  };
-
-  __device__ int first(int i) const { return cu_seqlens ? cu_seqlens[i] : i * step; }
-
-  __device__ Rows operator()(int i) const {
-    const int first = this->first(i), end = cu_seqlens ? cu_seqlens[i + 1] : first + longest;
-    const int length = seqused ? seqused[i] : end - first;
-    if (first < 0 || first > end || end > total || length < 0 || length > end - first || length > longest) { refuse(); }
-    return {first, length};
-  }
-
-  // Whether the host knows that every row belongs to a sequence.
-  __device__ bool use_all_rows() const { return !cu_seqlens && !seqused && step == longest; }
-
-  // Like torch for a wrong value on the device: an error that ends all work of this process on the device. Numbers in
-  // the message would take local memory.
-  __device__ __noinline__ void refuse() const {
-    if (of_keys) {
-      printf(
-          "dash_attn: cu_seqlens_k must begin at 0 or more, not decrease and not exceed the rows of k, and seqused_k "
-          "(cache_seqlens) must be at least 0 and at most a sequence's place; with dropout no sequence must have more "
-          "keys than max_seqlen_k says, or dropout_bits has bits for\n");
-    } else {
-      printf(
-          "dash_attn: cu_seqlens_q must begin at 0 or more, not decrease and not exceed the rows of q, and seqused_q "
-          "must be at least 0 and at most a sequence's place; with dropout no sequence must have more queries than "
-          "max_seqlen_q says, or dropout_bits has bits for\n");
-    }
-    __trap();
-  }
-};
 
 // A tensor of 16-byte vectors, in which rows outside all sequences are zeroed.
 struct ClearedTensor {
@@ -96,7 +53,6 @@ struct PlanParams {
   int* counter;  // set to zero, or null
   ClearedRows cleared;
   PageTable pages;
-  int num_pages;
 };
 
 // Sequences are sorted by length, to a precision of 1/64, into buckets, longest first.
@@ -237,29 +193,14 @@ __device__ __forceinline__ void clear_rows_outside(const PlanParams<Rule>& param
   }
 }
 
-__device__ __noinline__ inline void refuse_page() {
-  printf("dash_attn: block_table must name blocks of the cache wherever a sequence has keys\n");
-  __trap();
-}
-
-// Looks at the entries of the table that the pass will follow.
-template <typename Rule>
-__device__ __forceinline__ void check_pages(const PlanParams<Rule>& params) {
-  const PageTable& table = params.pages;
-  for (int i = max_int(0, int(blockIdx.x) - 1); i < params.batch; i += max_int(1, gridDim.x - 1)) {
-    const int pages = ceil_div(params.k(i).length, table.page_rows);
-    for (int page = threadIdx.x; page < pages; page += kPlanThreads) {
-      if (unsigned(table.pages[int64_t{i} * table.max_pages + page]) >= unsigned(params.num_pages)) { refuse_page(); }
-    }
-  }
-}
-
 template <typename Rule>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams<Rule> params) {
   ptx::launch_dependents();  // the dependents wait for this kernel's end
   if (blockIdx.x == 0) { plan(params); }
   if (blockIdx.x > 0 || gridDim.x == 1) {
-    if (params.pages.exists()) { check_pages(params); }
+    if (params.pages.exists()) {
+      check_pages(params.pages, params.k, params.batch, max_int(0, int(blockIdx.x) - 1), max_int(1, gridDim.x - 1));
+    }
     clear_rows_outside(params);
   }
 }

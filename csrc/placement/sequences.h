@@ -37,6 +37,7 @@ struct PageTable {
   int max_pages;      // of a sequence
   int page_rows;
   int page_distance;  // rows of the tensor from one page to the next
+  int num_pages;      // of the tensor
 
   // Keys that one TMA operation loads.
   static constexpr int kBoxRows = 16;
@@ -65,6 +66,11 @@ struct PageTable {
 
   // The row of the tensor. Its computation waits for the table, which place_of only begins to read.
   DASH_HOST_DEVICE constexpr int row_of(Place place) const { return place.page * page_distance + place.row; }
+
+  // The same, or some row of the tensor where a wrong entry of the table has not been refused yet.
+  DASH_HOST_DEVICE constexpr int row_within_tensor(Place place) const {
+    return row_of({max_int(0, min_int(place.page, num_pages - 1)), place.row});
+  }
 };
 
 // A sequence of a pack: its lengths, and where its rows, its work and its share of the workspace begin.

@@ -433,7 +433,8 @@ void plan_pack_of(const AttentionArguments& a, const Rule& rule, const PackArray
   std::vector<Sequence> sequences;
   for (int i = 0; i < a.batch; ++i) {
     const int *q = a.pack.cu_seqlens_q + i, *k = a.pack.cu_seqlens_k + i;
-    sequences.push_back({q[1] - q[0], a.pack.cu_seqlens_k ? k[1] - k[0] : a.pack.seqused_k[i]});
+    sequences.push_back({a.pack.cu_seqlens_q ? q[1] - q[0] : a.pack.rows_q,
+                         a.pack.cu_seqlens_k ? k[1] - k[0] : a.pack.seqused_k[i]});
   }
   const PackPlan plan = plan_pack(rule, sequences);
   std::copy(plan.sequences.begin(), plan.sequences.end(), arrays.sequences);

@@ -1,6 +1,7 @@
 // `forward NAME=VALUE...` runs one call (call.h) of the forward on the host, linked with forward_kernels.cpp, and
 // holds output and LSE against sums in double. Only rows that see a key of their KV tiles may show values that are
-// NaN. Prints a digest of their bits, or what is wrong. With page_rows=N the keys of a pack lie in pages of N rows.
+// NaN. Prints a digest of their bits, or what is wrong. With page_rows=N the keys of a pack lie in pages of N rows, and
+// with step=1, too, all its sequences have as many queries, and the call says so.
 // With max_logits=1 the kernel for masks by key columns serves the call and also finds the largest logit of each
 // head and sequence, and a digest of these follows.
 #include <algorithm>
@@ -45,12 +46,17 @@ class ForwardCall : emulator::Call<Element> {
     return largest_.empty() ? text : text + emulator::Digest().add(largest_).text() + "\n";
   }
 
-  // Puts the keys and values of a pack into pages, in no order and apart from each other. The rest is NaN.
+  // Puts the keys and values of a pack into pages apart from each other, in no order, or, without a table, into the one
+  // page that each sequence has. The rest is NaN.
   void put_into_pages(int page_rows) {
+    const bool has_table = this->number("table", 1) != 0;
     const int distance = page_rows + 3;
-    int most = 1, count = 0;
-    for (const Sequence& s : this->lengths_) { most = max_int(most, ceil_div(s.seqlen_k, page_rows)); }
-    for (const Sequence& s : this->lengths_) { count += ceil_div(s.seqlen_k, page_rows); }
+    int most = 1, count = has_table ? 0 : a_.batch;
+    for (const Sequence& s : this->lengths_) {
+      const int pages = ceil_div(s.seqlen_k, page_rows);
+      most = max_int(most, pages);
+      if (has_table) { count += pages; }
+    }
     std::vector<int> free(count);
     std::iota(free.begin(), free.end(), 0);
     std::shuffle(free.begin(), free.end(), this->random_);
@@ -64,7 +70,9 @@ class ForwardCall : emulator::Call<Element> {
       seqused_k_.push_back(keys);
       for (int key = 0; key < keys; ++key) {
         int& page = table_[size_t(i) * most + key / page_rows];
-        if (key % page_rows == 0) {
+        if (!has_table) {
+          page = i;
+        } else if (key % page_rows == 0) {
           page = free.back();
           free.pop_back();
         }
@@ -82,7 +90,11 @@ class ForwardCall : emulator::Call<Element> {
     a_.seqlen_k = count * distance;
     a_.pack.cu_seqlens_k = nullptr;
     a_.pack.seqused_k = seqused_k_.data();
-    a_.pages = {table_.data(), most, page_rows, distance};
+    a_.pages = {has_table ? table_.data() : nullptr, most, page_rows, distance, count};
+    if (this->number("step", 0) != 0) {
+      a_.pack.rows_q = this->lengths_[0].seqlen_q;
+      a_.pack.cu_seqlens_q = nullptr;
+    }
   }
 
   void check() {
@@ -189,8 +201,14 @@ void require_self_check() {}
 
 void launch_pack_plan(const ForwardPlan& plan, cudaStream_t) {
   emulator::plan_pack_of(plan.call, plan.pack_rule, plan.pack);
+  for (int i = 0; plan.call.reads_cache() && i < plan.call.batch; ++i) {
+    PackedSequence& s = plan.pack.sequences[i];
+    s.end_k = s.number * plan.call.pages.page_distance + s.lengths.seqlen_k;
+  }
   *plan.params.tiles_taken = 0;
 }
+
+void launch_cache_check(const ForwardPlan&, cudaStream_t) {}
 
 }  // namespace dash_attn
 

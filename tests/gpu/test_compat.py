@@ -233,8 +233,8 @@ def test_appending_rows_of_any_layout(head_dim, layout):
 
 CALL_WITH_WRONG_VALUES = """
 import dash_attn, torch
-integers = lambda values: torch.tensor(values, dtype=torch.int32, device="cuda")
-q, x = (torch.randn(2, 1, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+integers = lambda values: torch.tensor(values * {copies}, dtype=torch.int32, device="cuda")
+q, x = (torch.randn(2 * {copies}, 1, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 caches = [torch.randn(4, 32, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
 tables = dict(cache_seqlens=integers({seqlens}), block_table=integers({table}))
 dash_attn.flash_attn_with_kvcache(q, *caches, {new} **tables)
@@ -242,11 +242,14 @@ torch.cuda.synchronize()
 """
 
 
-@pytest.mark.parametrize("wrong", WRONG_VALUES)
-def test_values_out_of_range_are_an_error_on_the_device(wrong):
-    """In a process of its own, which can do no more with the device."""
+@pytest.mark.parametrize(
+    "wrong, copies", [*((wrong, 1) for wrong in WRONG_VALUES), ("too long", 100), ("no block", 100)]
+)
+def test_values_out_of_range_are_an_error_on_the_device(wrong, copies):
+    """In a process of its own, which can do no more with the device. With more sequences than SMs, the plan refuses."""
     seqlens, table, new, argument = WRONG_VALUES[wrong]
-    program = CALL_WITH_WRONG_VALUES.format(seqlens=seqlens, table=table, new=f"{new}," if new else "")
+    new = f"{new}," if new else ""
+    program = CALL_WITH_WRONG_VALUES.format(seqlens=seqlens, table=table, new=new, copies=copies)
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert result.returncode != 0 and "dash_attn: " in result.stdout and argument in result.stdout
     assert "CUDA error" in result.stderr
