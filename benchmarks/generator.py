@@ -13,9 +13,10 @@ import torch
 
 from benchmarks import files, run, timing
 from benchmarks.shapes import GRIDS, Shape
-from dash_attn.dropout.model.formulas import generated_blocks
+from dash_attn.dropout import DropoutState, dropout_bits, layout
 
 MAPPINGS = (("bit_sliced", 7), ("bit_sliced", 10), ("flash_attention_2", 7))
+REACH_BLOCKS = 8  # blocks past the diagonal that are generated because a tile of the backward may read them
 
 
 def shapes() -> list[Shape]:
@@ -25,14 +26,14 @@ def shapes() -> list[Shape]:
 
 def blocks_of(shape: Shape) -> int:
     """Returns the number of blocks that are generated, of 32 queries and 32 keys: those within a tile of the mask."""
-    return shape.batch * shape.heads * generated_blocks(shape.seqlen, shape.causal)
+    of_row = layout.num_blocks(shape.seqlen)
+    reached = (min(row + 1 + REACH_BLOCKS, of_row) if shape.causal else of_row for row in range(of_row))
+    return shape.batch * shape.heads * sum(reached)
 
 
 def call_of(shape: Shape, mapping: str, rounds: int, device: torch.device) -> timing.Call:
     """Generates the bits into an existing tensor, as both passes of attention do. A CPU has no such op, and allocates
     the tensor."""
-    from dash_attn.dropout import DropoutState, dropout_bits, layout
-
     state = DropoutState.of(1, 2, device)
     sizes = dict(batch=shape.batch, heads=shape.heads, seqlen_q=shape.seqlen, seqlen_k=shape.seqlen)
     if device.type != "cuda":

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_picture(path: str | PathLike[str], subject: str) -> None:
-    """Checks that `subject`, such as "a model", can be drawn to `path`, before anything is computed for the picture.
+    """Checks that `subject`, such as "receipts", can be drawn to `path`, before anything is computed for the picture.
 
     Raises:
         ValueError: `path` does not end in .png.

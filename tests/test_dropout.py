@@ -7,6 +7,7 @@ import pytest
 import torch
 from dropout_float64 import gradients
 from float64_reference import PLAIN, Scores
+from products import pairwise
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 from torch.utils.checkpoint import checkpoint
 
@@ -47,9 +48,11 @@ def assert_near(actual, inputs, dout, keep, p, **settings):
         assert (a.double() - t).norm() <= (e.double() - t).norm(), name
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (40, 40), (12, 20)])
-@pytest.mark.parametrize("schedule", ["auto", "spt"])
-@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (20, 11)}, {"attention_chunk": 30}])
+MASKS = {}, {"causal": True}, {"window_size": (20, 11)}, {"attention_chunk": 30}
+DIMS = (64, 64), (128, 128), (192, 128), (40, 40), (12, 20)
+
+
+@pytest.mark.parametrize("mask, dims, schedule", pairwise(MASKS, DIMS, ["auto", "spt"]), ids=str)
 def test_gradients_with_the_exported_mask(mask, dims, schedule):
     head_dim, value_head_dim = dims
     *inputs, dout = tensors(2, 65, head_dim=head_dim, value_head_dim=value_head_dim)
@@ -139,26 +142,6 @@ def test_a_sequence_of_a_pack_has_the_bits_that_it_has_alone(own_states):
             assert torch.equal(a[None, rows], e), length
 
 
-def test_packs_draw_a_state_of_which_each_sequence_has_a_mask_of_its_own():
-    q, k, v, dout = tensors(80, kv_heads=4)
-    q, k, v = (torch.cat([x[:40]] * 2).detach().requires_grad_() for x in (q, k, v))
-    offsets = torch.tensor([0, 40, 80], dtype=torch.int32)
-    kv, qkv = (torch.stack(x, dim=1).detach().requires_grad_() for x in ((k, v), (q, k, v)))
-    pack = (offsets, offsets, 40, 40)
-    outs = []
-    for function, arguments in (
-        (flash_attn_varlen_func, (q, k, v, *pack)), (dash_attn.flash_attn_varlen_kvpacked_func, (q, kv, *pack)),
-        (dash_attn.flash_attn_varlen_qkvpacked_func, (qkv, offsets, 40)),
-    ):  # fmt: skip
-        torch.manual_seed(5)
-        outs.append(function(*arguments, dropout_p=0.2))
-    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
-    assert not torch.equal(outs[0][:40], outs[0][40:])
-    torch.manual_seed(5)
-    dense = flash_attn_func(*(x.detach().unflatten(0, (2, 40)) for x in (q, k, v)), dropout_p=0.2)
-    assert torch.equal(outs[0], dense.flatten(0, 1))
-
-
 def test_lengths_in_use_of_a_pack():
     *inputs, _ = tensors(80)
     offsets, used = torch.tensor([0, 40, 80], dtype=torch.int32), torch.tensor([7, 33], dtype=torch.int32)
@@ -240,16 +223,6 @@ def test_signs_of_probabilities_are_the_mask():
     truth, eager = (gradients(*arguments, softmax_scale=0.125, causal=True, dtype=x)[0] for x in (torch.float64, BF16))
     for actual in (out, flash_attn_func(q, k, v, dropout_p=0.3, dropout_bits=bits, causal=True)):
         assert (actual.double() - truth).norm() <= (eager.double() - truth).norm()
-
-
-def test_probabilities_of_a_pack():
-    *inputs, _ = tensors(sum(LENGTHS))
-    bits = dropout_bits(DropoutState.of(1), p=0.2, batch=len(LENGTHS), heads=4, seqlen_q=40, seqlen_k=40)
-    signed = flash_attn_varlen_func(*inputs, **PACK, dropout_p=0.2, dropout_bits=bits, return_attn_probs=True)[2]
-    assert signed.shape == (len(LENGTHS), 4, 128, 128)
-    for b, length in enumerate(LENGTHS):
-        assert torch.equal(signed[b, :, :length, :length] >= 0, bits.mask()[b, :, :length, :length])
-        assert (signed[b, :, length:] == 0).all() and (signed[b, :, :, length:] == 0).all()
 
 
 @pytest.mark.parametrize("lengths", [(40, 40), (129, 300), (0, 5)], ids=str)

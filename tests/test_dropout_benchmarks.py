@@ -168,12 +168,6 @@ def test_each_bar_is_met_or_missed(tmp_path):
     assert found["dropout 0.1, 128, existing bits", "forward", PLAIN] == "met"
 
 
-def test_a_bar_may_be_met_in_the_mean_alone():
-    worst = small()
-    mean = compare.mean_of({worst: 0.9, small(mask="full"): 1.2})
-    assert bars.Claim("x", "both", "y", mean, 1.0).verdict() == "met in the mean, not at every shape"
-
-
 def test_bits_that_are_there_are_no_peer(tmp_path):
     figures = compare.read(result_of(tmp_path / "a.json"), "both")
     rows = compare.compare(figures, figures)

@@ -76,32 +76,6 @@ def test_the_bits_are_the_function_of_one_element(mapping, rounds):
         assert kept[b, h, i, j] == alone, (b, h, i, j)
 
 
-def halfword(line, at):
-    return int(line[at]) | int(line[at + 1]) << 8
-
-
-@pytest.mark.parametrize("mapping, rounds", MODES)
-def test_lanes_of_both_kernels_find_their_elements_at_constant_places(mapping, rounds):
-    """The fragments of a wgmma: lane 4 g + t has rows g and g + 8 of 16, and of 8 columns 2 t and 2 t + 1."""
-    bits = dropout_bits(DropoutState.of(3), p=0.5, **SMALL, mapping=mapping, rounds=rounds)
-    kept = bits.mask()[0, 0]
-    for query_block, key_block, half, g, t in itertools.product(range(2), range(2), range(2), range(8), range(4)):
-        line = bits.bits[0, 0, query_block, key_block].tolist()
-        block = kept[32 * query_block :, 32 * key_block :]
-        # Queries are rows: 16 queries and 32 keys, of which the lane has 16 elements in one 16-bit word.
-        word = halfword(line, 8 * (4 * (g // 2) + t) + 2 * (2 * half + g % 2))
-        for n, low, column in itertools.product(range(4), range(2), range(2)):
-            bit = 8 * column + 4 * (n // 2) + 2 * (n % 2) + low
-            assert (word >> bit & 1) == block[16 * half + 8 * low + g, 8 * n + 2 * t + column]
-        # Keys are rows: 16 keys and 32 queries, in one 64-bit word that is shifted once.
-        unit = 8 * (4 * t + g // 2)
-        words = [halfword(line, unit + 4 * a) | halfword(line, unit + 4 * a + 2) << 16 for a in range(2)]
-        shifted = [word >> 8 * (g % 2) + 4 * half for word in words]
-        for n, high, column in itertools.product(range(4), range(2), range(2)):
-            bit = 16 * column + 2 * high + n % 2
-            assert (shifted[n // 2] >> bit & 1) == block[8 * n + 2 * t + column, 16 * half + 8 * high + g]
-
-
 @pytest.mark.parametrize("mapping, rounds", MODES)
 def test_a_part_has_the_bits_of_the_whole(mapping, rounds):
     """Shards of heads, queries and keys, and lengths that are cut short."""

@@ -118,13 +118,15 @@ def test_every_function_of_packs_draws_the_same():
         assert_same(each, found[0])
 
 
-def test_probabilities_of_a_state_have_the_signs_of_its_mask():
+@pytest.mark.parametrize("given", [False, True], ids=["state", "bits"])
+def test_probabilities_have_the_signs_of_the_mask(given):
     *inputs, _ = tensors()
     torch.manual_seed(4)
-    signed = flash_attn_varlen_func(*inputs, **CU_SEQLENS, **LONGEST, **P, return_attn_probs=True)[2]
+    bits = dropout_bits(DropoutState.draw(), p=0.25, batch=len(LENGTHS), heads=HEADS, seqlen_q=40, seqlen_k=65)
+    mask = bits.mask()
     torch.manual_seed(4)
-    sizes = {"batch": len(LENGTHS), "heads": HEADS, "seqlen_q": 40, "seqlen_k": 65}
-    mask = dropout_bits(DropoutState.draw(), p=0.25, **sizes).mask()
+    dropout = {**P, "dropout_bits": bits if given else None}
+    signed = flash_attn_varlen_func(*inputs, **CU_SEQLENS, **LONGEST, **dropout, return_attn_probs=True)[2]
     assert signed.shape == (len(LENGTHS), HEADS, 128, 128)
     for b, (queries, keys) in enumerate(LENGTHS):
         assert torch.equal(signed[b, :, :queries, :keys] >= 0, mask[b, :, :queries, :keys])

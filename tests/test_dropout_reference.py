@@ -97,9 +97,12 @@ def norms_of_errors(actual, truth):
     return [(a.double() - t).norm().item() for a, t in zip(actual, truth)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("schedule", fitting(causal=True, dropout=True))
-@pytest.mark.parametrize("head_dim", [64, 128])
+SCHEDULES = fitting(causal=True, dropout=True)
+
+
+@pytest.mark.parametrize(
+    "schedule, head_dim, dtype", pairwise(SCHEDULES, [64, 128], [torch.bfloat16, torch.float16]), ids=str
+)
 def test_accuracy(schedule, head_dim, dtype):
     """Errors against float64 are at most those of the same formula in eager PyTorch at the inputs' dtype."""
     inputs = q, k, *_ = tensors(256, 256, head_dim=head_dim, dtype=dtype)

@@ -7,7 +7,7 @@
 A bit is a function of the state, the sequence, the query head, the query, the key, p, the mapping and the rounds, and
 of nothing else (csrc/dropout/mask.h, docs/dropout.md). `flash_attn_func(..., dropout_p=p)` draws a state and generates
 the bits itself, or takes them as `dropout_bits`. `dropout_bits_beside` generates bits on a second stream, concurrently
-with other kernels. `python -m dash_attn.dropout.model` prints the predicted cost of dropout.
+with other kernels.
 """
 
 from .beside import BitsBeside, dropout_bits_beside
