@@ -1,5 +1,5 @@
-"""The checks of the GPU tests of dropout, tried on the CPU: they fail what is wrong. That they pass what is right shows
-on the GPU."""
+"""The checks of the GPU tests of dropout, tried on the CPU: they pass the reference implementation, and wrong results
+fail them."""
 
 import dataclasses
 import pathlib
@@ -18,6 +18,12 @@ import gradient_check
 from gpu_support import Problem
 
 PROBLEM = Problem(2, 150, 200, 4, 2, 64, True, dropout_p=0.1)
+
+
+def test_the_reference_implementation_meets_the_bar():
+    for p, head_dim, lengths in ((0.1, 40, (70, 90)), (0.5, 128, (90, 70)), (0.99, 64, (100, 100))):
+        problem = Problem(2, *lengths, 2, 1, head_dim, True, sinks=True, lse_gradient=True, dropout_p=p)
+        assert gradient_check.check(problem, "cpu", ["descending"]) == [], problem
 
 
 @pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])

@@ -118,6 +118,16 @@ def test_every_function_of_packs_draws_the_same():
         assert_same(each, found[0])
 
 
+def test_sequences_of_a_pack_have_the_masks_of_a_dense_batch():
+    q, k, v = (torch.cat([x[:40]] * 2).detach() for x in tensors((80, 80))[:3])
+    offsets = torch.tensor([0, 40, 80], dtype=torch.int32)
+    torch.manual_seed(5)
+    out = flash_attn_varlen_func(q, k, v, offsets, offsets, 40, 40, **P)
+    assert not torch.equal(out[:40], out[40:])
+    torch.manual_seed(5)
+    assert torch.equal(out, flash_attn_func(*(x.unflatten(0, (2, 40)) for x in (q, k, v)), **P).flatten(0, 1))
+
+
 @pytest.mark.parametrize("given", [False, True], ids=["state", "bits"])
 def test_probabilities_have_the_signs_of_the_mask(given):
     *inputs, _ = tensors()

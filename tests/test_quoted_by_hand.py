@@ -163,7 +163,7 @@ def test_small_pages():
 
 
 def test_decoding():
-    rows = rows_of("29_2056329_decoding")
+    rows = rows_of("29_e3c94fc_decoding")
     for row in rows:
         speed = row["tb_per_s"]
         cells = [f"{row['batch']} x {row['seqlen']}", f"{row['heads']}/{row['kv_heads']}", row["head_dim"]]
@@ -179,3 +179,25 @@ def test_decoding():
     assert f"{min(speeds):.0f} to {max(speeds):.0f} GB/s" in PAGE
     (small,) = (row for row in rows if (row["batch"], row["kv_heads"]) == (16, 1))
     assert f"reach {small['tb_per_s']['plain']:.2f} TB/s of an H200's 4.8" in words("docs/usage.md")
+    (one_head,) = (row for row in rows if (row["batch"], row["kv_heads"]) == (64, 1))
+    assert f"one KV head are read at {one_head['tb_per_s']['plain']:.2f} TB/s" in words("CHANGELOG.md")
+
+
+def test_steps_of_decoding_without_a_plan():
+    rows = [row for row in rows_of("29_e3c94fc_steps_without_a_plan") if "l2" not in row]
+    planned = "64x8192 32/8", "256x2048", "33x2000"
+
+    def kind(call):
+        if call.startswith("cache") and not any(shape in call for shape in planned):
+            return "steps"
+        return next((mask for mask in ("causal", "window") if mask in call), "with a plan")
+
+    ratios = {}
+    for row in rows:
+        ratios.setdefault(kind(row["call"]), []).append(min(row["after_us"]) / min(row["before_us"]))
+    steps, limits = ratios["steps"], {name: (f"{min(x):.2f}", f"{max(x):.2f}") for name, x in ratios.items()}
+    text = words("docs/design_decisions.md")
+    assert f"In {len(steps)} of these calls the time is {limits['steps'][0]} to {limits['steps'][1]} of" in text
+    assert f"({statistics.geometric_mean(steps):.2f} on average)" in text
+    assert limits["causal"] == ("0.99", "1.00") and limits["window"] == ("1.00", "1.02")
+    assert limits["with a plan"] == ("1.00", "1.01")

@@ -69,7 +69,7 @@ STEPS = [
 
 @pytest.mark.parametrize(
     "row, step, pages",
-    pairwise(ROWS, STEPS, [dict(page_rows=1290, table=0), dict(page_rows=16), dict(page_rows=24)]),
+    pairwise(ROWS, STEPS, [dict(page_rows=1290, table=0, **WHEREVER_IT_CAN), dict(page_rows=16), dict(page_rows=24)]),
     ids=str,
 )
 def test_steps_of_decoding(programs, row, step, pages):
@@ -77,6 +77,17 @@ def test_steps_of_decoding(programs, row, step, pages):
     call = dict(mask="causal", **step)
     expected = emulation.check(programs[row], MACHINES[:1], **call)
     assert emulation.check(programs[row], MACHINES, step=1, **pages, **call) == expected
+
+
+WRONG_NUMBERS = dict(mask="causal", pack="1:250,1:300,1:4", heads=8, kv_heads=1, step=1, wrong=1)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("pages", [dict(page_rows=300, table=0), dict(page_rows=16), dict(page_rows=7)], ids=str)
+def test_steps_stay_within_the_cache(programs, row, pages):
+    """Whatever lengths and the table say: nothing has checked them when the kernel reads them."""
+    for short_tiles in (0, 1):
+        emulation.check(programs[row], MACHINES[2:], short_tiles=short_tiles, **WRONG_NUMBERS, **pages)
 
 
 # One query token with eight heads, tiles of several tokens, and more queries than a tile of one warpgroup has rows for.
@@ -130,6 +141,11 @@ FAULTS = [
     ("Swizzle::place(row + row_of_lane, chunk)", "chunk", "forward/gather.h", WRONG, ROWS_OF_PAGES),
     ("i * 32 + lane, last_key", "i * 32 + lane / 2 * 2, last_key", "forward/load.h", WRONG,
      ROWS_OF_PAGES),
+    # A length and an entry of the table that are not limited to the cache.
+    ("_.pages.capacity()));", "_.pages.capacity() + 1));", "forward/load.h", "other results",
+     WRONG_NUMBERS | dict(page_rows=16, sms=132)),
+    ("max_int(0, min_int(place.page, num_pages - 1))", "max_int(0, place.page) % num_pages", "placement/sequences.h",
+     "other results", WRONG_NUMBERS | dict(page_rows=16, sms=132)),
     ("< count && column < source.columns;", "< count;", "forward/gather.h", WRONG, ROWS_OF_PAGES | dict(head_dim=104)),
 ]  # fmt: skip
 

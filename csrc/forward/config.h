@@ -81,7 +81,9 @@ struct Variant {
 
   // Whether the kernel serves steps of decoding that need no plan. With pages only the kernels of short tiles do: the
   // others have no registers for keeping within the cache whatever the table says.
-  static constexpr bool kServesSteps = !kHasColumns && !Score::kDrops;
+  DASH_HOST_DEVICE static constexpr bool serves_steps(bool has_pages) {
+    return kIsShort || (!kHasColumns && !Score::kDrops && !has_pages);
+  }
 
   // Whether a call may ask for the largest logits. Kernels that can are slower in every call.
   static constexpr bool kFindsLargest = kHasColumns;

@@ -20,7 +20,7 @@ namespace dash_attn::forward {
 template <typename Variant>
 __global__ void __launch_bounds__(Variant::kThreads, 1) forward_kernel(const __grid_constant__ KernelParams params) {
   auto& shared = shared_storage<SharedStorage<Variant>>();
-  if constexpr (Variant::kServesSteps) {
+  if constexpr (Variant::serves_steps(false)) {
     if (params.seqlens_k) { ptx::launch_dependents(); }  // packing/check.h, which waits for this kernel's end
   }
   if (threadIdx.x == 0) { initialise_barriers(shared); }

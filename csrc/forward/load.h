@@ -59,8 +59,8 @@ class Loader {
 
   __device__ __forceinline__ bool leads() const { return !kIsWarp || leads_; }
 
-  // The place in the list of the CTA's tile number `round`. Calls with pages are packs, whose places come from the
-  // counter; the reduction keeps the lanes together even where a tile has no keys.
+  // The place in the list of the CTA's tile number `round`. With pages, the reduction keeps the lanes together even
+  // where a tile has no keys.
   __device__ __forceinline__ int take_place(int round) const {
     if (!params_.tiles_taken) { return round * int(gridDim.x) + int(blockIdx.x); }
     int taken = 0;
@@ -71,8 +71,6 @@ class Loader {
 
   // Whether a KV tile is found while the one before it is loaded. Beside slopes there are no registers for that.
   static constexpr bool kFindsEarly = kHasPages && Variant::Score::kKind == ScoreKind::kPlain;
-
-  static constexpr bool kServesSteps = Variant::kIsShort || (Variant::kServesSteps && !kHasPages);
 
   struct Tile : AnnouncedTile {
     RowOrigin key_rows;
@@ -90,7 +88,7 @@ class Loader {
     const QueryTileScheduler& scheduler = params_.scheduler;
     if (!pack.is_pack()) {
       const QueryTile tile = scheduler.tile(place);
-      if constexpr (kServesSteps) {
+      if constexpr (Variant::serves_steps(kHasPages)) {
         if (params_.seqlens_k) { return tile_of_step(tile); }
       }
       const RowOrigin rows = RowOrigin::of(false, tile.batch, 0);
@@ -108,13 +106,13 @@ class Loader {
             RowOrigin::of(true, sequence.end_k, lengths.seqlen_k)};
   }
 
-  // Without a plan, nobody has checked the sequence's length yet.
+  // Without a plan, no kernel has checked the sequence's length yet.
   __device__ __forceinline__ Tile tile_of_step(const QueryTile& tile) const {
     const int number = tile.batch, rows = params_.scheduler.sequence.seqlen_q, end_q = (number + 1) * rows;
     const int keys = max_int(0, min_int(params_.seqlens_k[number], params_.pages.capacity()));
     return {{params_.scheduler.end_position(tile.index), tile.head_group, {rows, keys},
              RowOrigin::of(true, end_q, rows), end_q - rows, number},
-            RowOrigin::of(true, number * params_.pages.page_distance + keys, keys)};
+            RowOrigin::of(true, kHasPages ? keys : number * params_.pages.page_distance + keys, keys)};
   }
 
   // Announces the tile to the other warps. They read it when the barrier that is returned has completed.

@@ -32,7 +32,7 @@ struct KernelParams {
   const float* sinks;  // (heads): an extra logit for each row; null if there are none
   dropout::BitsView dropout;
   ColumnsView columns;  // for kColumns
-  PageTable pages;  // of kernels for windows alone
+  PageTable pages;  // a table for kernels for windows alone
   LargestLogits largest;
   RowsOfPages rows_of_k, rows_of_v;  // where pages cut boxes
 };

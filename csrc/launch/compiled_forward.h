@@ -17,7 +17,8 @@ void launch_compiled(const forward::KernelParams& params, int ctas, bool starts_
 
 template <typename Variant>
 const ForwardKernel& compiled_forward() {
-  static constexpr ForwardKernel kKernel{Variant::Swizzle::kColumns, Variant::kKey, Variant::kIsShort,
+  static constexpr ForwardKernel kKernel{Variant::Swizzle::kColumns, Variant::kKey,
+                                         {Variant::serves_steps(false), Variant::serves_steps(true)},
                                          launch_compiled<Variant>};
   return kKernel;
 }

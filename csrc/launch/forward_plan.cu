@@ -85,11 +85,11 @@ const ForwardKernel* choose_kernel(const ForwardArguments& call, ForwardPlan& pl
 }
 
 // Whether a pack is a step of decoding whose tiles all run at once. The host then knows everything but the numbers of
-// keys, and no plan need sort the sequences.
+// keys, and sorting the sequences would gain nothing.
 bool runs_at_once(const ForwardPlan& plan) {
   const ForwardArguments& a = plan.call;
   return a.reads_cache() && a.pack.rows_q > 0 && !a.pack.seqused_q &&
-         num_tiles(plan.params.scheduler) <= a.num_sms && (!a.pages.exists() || plan.kernel->is_short);
+         num_tiles(plan.params.scheduler) <= a.num_sms && plan.kernel->serves_steps[a.pages.exists()];
 }
 
 void make_tensor_maps(const ForwardArguments& a, const ForwardKernel& kernel, forward::KernelParams& params) {

@@ -21,7 +21,7 @@ struct ForwardPlan {
   int ctas;
 
   // In the workspace.
-  PackArrays pack;
+  PackArrays pack;  // with plans_pack
   ColumnArrays columns;
 
   Tiling tiling() const { return {params.scheduler.tile_positions, kernel->key_rows, 1}; }

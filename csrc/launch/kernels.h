@@ -12,7 +12,7 @@ namespace dash_attn {
 struct ForwardKernel {
   int swizzle_columns;  // of every TMA box
   int key_rows;         // of a KV tile
-  bool is_short;        // forward/short_mainloop.h
+  bool serves_steps[2];  // of decoding without a plan; without and with pages
   // `starts_early`: the kernel may start before the previous kernel of the stream, a plan, has ended.
   void (*launch)(const forward::KernelParams& params, int ctas, bool starts_early, cudaStream_t stream);
 };

@@ -26,16 +26,13 @@ int longest(const AttentionArguments& a, int blocks, int rows) {
 
 packing::Lengths lengths_of_keys(const AttentionArguments& a, const PageTable& pages) {
   const PackLengths& pack = a.pack;
-  const int most = longest(a, a.dropout.key_blocks, a.seqlen_k);
-  packing::Lengths k{true, pack.cu_seqlens_k, pack.seqused_k, a.seqlen_k, most, 0};
-  if (pack.cu_seqlens_k) { return k; }
-  k.longest = pages.capacity();
-  if (pages.exists()) {
-    k.total = pages.capacity();  // of any sequence: a table places its keys
-  } else {
-    k.step = pages.page_distance;
+  if (pack.cu_seqlens_k) {
+    return {true, pack.cu_seqlens_k, pack.seqused_k, a.seqlen_k, longest(a, a.dropout.key_blocks, a.seqlen_k), 0};
   }
-  return k;
+  // A table places the keys of any sequence.
+  const int most = pages.capacity();
+  if (pages.exists()) { return {true, nullptr, pack.seqused_k, most, most, 0}; }
+  return {true, nullptr, pack.seqused_k, a.seqlen_k, most, pages.page_distance};
 }
 
 template <typename Rule>
@@ -76,9 +73,9 @@ void launch_pack_plan(const ForwardPlan& plan, cudaStream_t stream) {
 void launch_cache_check(const ForwardPlan& plan, cudaStream_t stream) {
   const ForwardArguments& a = plan.call;
   constexpr int kMostBlocks = 128;
-  const int blocks = a.pages.exists() ? a.batch : ceil_div(a.batch, packing::kCheckThreads);
+  const int blocks = min_int(a.batch, min_int(kMostBlocks, a.num_sms));
   launch("the check of a cache", packing::check_kernel, {lengths_of_keys(a, a.pages), a.pages, a.batch},
-         {unsigned(min_int(blocks, min_int(kMostBlocks, a.num_sms))), packing::kCheckThreads, 0}, stream,
+         {unsigned(blocks), packing::kCheckThreads, 0}, stream,
          {starts_before_previous_ends(a.sm_margin == 0)});
 }
 

@@ -1,5 +1,5 @@
 // The kernel before either pass over a pack: it plans the work (packing/plan.h) and clears results of rows that belong
-// to no sequence. And the kernel beside a forward that needs no plan (packing/check.h).
+// to no sequence. Beside a forward that needs no plan, another kernel checks the cache (packing/check.h).
 #pragma once
 
 #include "backward_plan.h"

@@ -16,14 +16,10 @@ struct CheckParams {
 };
 
 inline __global__ void __launch_bounds__(kCheckThreads) check_kernel(const __grid_constant__ CheckParams params) {
-  if (params.pages.exists()) {
-    check_pages(params.pages, params.k, params.batch, int(blockIdx.x), int(gridDim.x));
-  } else {
-    for (int i = int(blockIdx.x * blockDim.x + threadIdx.x); i < params.batch; i += int(gridDim.x * blockDim.x)) {
-      params.k(i);
-    }
-  }
-  ptx::wait_for_previous_kernel();  // the forward: what follows this kernel in the stream follows both
+  check_keys(params.pages, params.k, params.batch, int(blockIdx.x), int(gridDim.x));
+  // What follows this kernel in the stream must also follow the forward. One CTA waits for its end: more would keep SMs
+  // from other streams.
+  if (blockIdx.x == 0) { ptx::wait_for_previous_kernel(); }
 }
 
 }  // namespace dash_attn::packing

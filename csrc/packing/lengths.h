@@ -9,6 +9,15 @@
 
 namespace dash_attn::packing {
 
+// Prints a message, once for the threads of a warp that are here together, and ends the process's work on the device.
+template <typename Print>
+__device__ __forceinline__ void stop_with(Print&& print) {
+  const unsigned here = __activemask();
+  if (int(threadIdx.x) % 32 == __ffs(here) - 1) { print(); }
+  __syncwarp(here);
+  __trap();
+}
+
 // The lengths of queries or of keys, as the caller gives them.
 struct Lengths {
   bool of_keys;
@@ -37,31 +46,33 @@ struct Lengths {
   // Numbers in the message would take local memory.
   __device__ __noinline__ void refuse() const {
     if (of_keys) {
-      printf(
-          "dash_attn: cu_seqlens_k must begin at 0 or more, not decrease and not exceed the rows of k, and seqused_k "
-          "(cache_seqlens) must be at least 0 and at most a sequence's place; with dropout no sequence must have more "
-          "keys than max_seqlen_k says, or dropout_bits has bits for\n");
+      stop_with([] {
+        printf(
+            "dash_attn: cu_seqlens_k must begin at 0 or more, not decrease and not exceed the rows of k, and seqused_k "
+            "(cache_seqlens) must be at least 0 and at most a sequence's place; with dropout no sequence must have "
+            "more keys than max_seqlen_k says, or dropout_bits has bits for\n");
+      });
     } else {
-      printf(
-          "dash_attn: cu_seqlens_q must begin at 0 or more, not decrease and not exceed the rows of q, and seqused_q "
-          "must be at least 0 and at most a sequence's place; with dropout no sequence must have more queries than "
-          "max_seqlen_q says, or dropout_bits has bits for\n");
+      stop_with([] {
+        printf(
+            "dash_attn: cu_seqlens_q must begin at 0 or more, not decrease and not exceed the rows of q, and seqused_q "
+            "must be at least 0 and at most a sequence's place; with dropout no sequence must have more queries than "
+            "max_seqlen_q says, or dropout_bits has bits for\n");
+      });
     }
-    __trap();
   }
 };
 
 __device__ __noinline__ inline void refuse_page() {
-  printf("dash_attn: block_table must name blocks of the cache wherever a sequence has keys\n");
-  __trap();
+  stop_with([] { printf("dash_attn: block_table must name blocks of the cache wherever a sequence has keys\n"); });
 }
 
-// Looks at the entries of the table that a pass follows for the sequences first, first + step, ... of `batch`. The
-// threads of a CTA share the entries.
-__device__ __forceinline__ void check_pages(const PageTable& table, const Lengths& keys, int batch, int first,
-                                            int step) {
+// Checks the lengths of the sequences first, first + step, ... of `batch`, and the entries of the table, if there is
+// one, that a pass follows for these sequences. The threads of a CTA share the entries.
+__device__ __forceinline__ void check_keys(const PageTable& table, const Lengths& keys, int batch, int first,
+                                           int step) {
   for (int i = first; i < batch; i += step) {
-    const int pages = ceil_div(keys(i).length, table.page_rows);
+    const int length = keys(i).length, pages = table.exists() ? ceil_div(length, table.page_rows) : 0;
     for (int page = int(threadIdx.x); page < pages; page += int(blockDim.x)) {
       if (unsigned(table.pages[int64_t{i} * table.max_pages + page]) >= unsigned(table.num_pages)) { refuse_page(); }
     }

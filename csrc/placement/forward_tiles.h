@@ -26,7 +26,7 @@ struct QueryTile {
 // of the last heads are listed together, the longest first, so that little work is left at the end.
 // Where fixes_rows_of_tiles (contract/mask.h) says so, heads are not packed and tiles begin at the first query.
 struct QueryTileScheduler {
-  Sequence sequence;   // in a dense batch, that of every sequence; for a pack see `of`
+  Sequence sequence;   // of a dense batch; for a pack see `of`; in a step without a plan only the queries
   int tile_positions;  // of a query tile
   int query_tiles;     // of a head group
   int batch;

@@ -3,7 +3,7 @@
 //
 // In a dense batch all sequences have the same lengths. In a pack the rows of sequences follow one another in one
 // tensor, and only the device knows the lengths: before a pass, packing/plan.h writes a PackedSequence for each
-// sequence, in the order in which they are worked on.
+// sequence, in the order in which they are worked on. A step of decoding whose tiles all run at once needs none.
 #pragma once
 
 #include <cstdint>
@@ -104,7 +104,7 @@ DASH_HOST_DEVICE constexpr PackTotals operator+(PackTotals const& a, PackTotals 
           a.key_chunks + b.key_chunks};
 }
 
-// The results of packing/plan.h for a pack. All pointers are null in a dense batch.
+// The results of packing/plan.h for a pack. All pointers are null in a dense batch, and for a pack without a plan.
 struct PackView {
   const PackedSequence* sequences;  // longest first
   const int* of_unit;               // the place in `sequences` of each unit of work

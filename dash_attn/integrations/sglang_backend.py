@@ -26,8 +26,8 @@ _PAGE_ROWS = 16  # pages of other sizes would be copied, except in decoding
 class Batch:
     """The batch of a step: the queries of a sequence are the last rows of its keys."""
 
-    cu_seqlens_q: Tensor
-    """int32 (sequences + 1,): the offsets of the sequences' queries."""
+    cu_seqlens_q: Tensor | None
+    """int32 (sequences + 1,): the offsets of the sequences' queries; None if each sequence has one query."""
     seq_lens: Tensor
     """int32 (sequences,): the number of keys, including those of this step."""
     page_table: Tensor
@@ -66,13 +66,13 @@ class DashAttentionBackend(AttentionBackend):
         is_known = (mode.is_decode() or mode.is_extend()) and forward_batch.spec_info is None
         _require(is_known, "batches", "that decode or extend, without speculative decoding", mode)
         seq_lens = forward_batch.seq_lens.int()
-        counts = torch.ones_like(seq_lens) if mode.is_decode() else forward_batch.extend_seq_lens.int()
+        cu_seqlens_q = None
+        if not mode.is_decode():
+            ends = forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32)
+            cu_seqlens_q = torch.nn.functional.pad(ends, (1, 0))
         starts = torch.arange(0, int(forward_batch.seq_lens_cpu.max()), self.page_size, device=seq_lens.device)
         places = self.req_to_token[forward_batch.req_pool_indices[:, None], starts]
-        self.forward_metadata = Batch(
-            torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)), seq_lens,
-            (places // self.page_size).int(),
-        )  # fmt: skip
+        self.forward_metadata = Batch(cu_seqlens_q, seq_lens, (places // self.page_size).int())
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         raise NotImplementedError(f"{NAME} must run without CUDA graphs (--disable-cuda-graph)")
@@ -121,13 +121,14 @@ class DashAttentionBackend(AttentionBackend):
         k_pages, v_pages = (x.unflatten(0, (-1, self.page_size)) for x in self._buffers(layer.layer_id))
         # SGLang's windows do not count the query itself.
         window = layer.sliding_window_size
+        rows = (-1,) if batch.cu_seqlens_q is not None else (-1, 1)
         out, _ = attend(
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            q.view(*rows, layer.tp_q_head_num, layer.qk_head_dim),
             Cache(k_pages, v_pages, batch.seq_lens, table=batch.page_table), NewKeys(), cu_seqlens_q=batch.cu_seqlens_q,
             softmax_scale=layer.scaling, causal=True, window_size=(-1, -1) if window < 0 else (window, 0),
             softcap=layer.logit_cap or 0.0, s_aux=sinks,
         )  # fmt: skip
-        return out.flatten(1)
+        return out.view(len(q), -1)
 
     def _buffers(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values, (places, kv_heads, head_dim)."""

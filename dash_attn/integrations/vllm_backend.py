@@ -73,6 +73,8 @@ class DashAttentionMetadata(AttentionMetadata):
 
     rows: int
     """The number of rows of the batch, which may include padding after the last sequence."""
+    decodes: bool
+    """Whether every sequence has one query. The call then needs no offsets, and is faster without."""
     query_start_loc: Tensor
     """int32 (sequences + 1,): the offsets of the sequences' queries."""
     past_lens: Tensor
@@ -95,10 +97,13 @@ class DashAttentionMetadataBuilder(AttentionMetadataBuilder[DashAttentionMetadat
         common = common_attn_metadata
         if common.causal is not True:
             raise NotImplementedError(f"{NAME} must have causal=True in every batch, got {common.causal}")
+        decodes = common.max_query_len == 1 and common.num_actual_tokens == len(common.seq_lens)
         return DashAttentionMetadata(
             rows=common.num_actual_tokens,
+            decodes=decodes,
             query_start_loc=common.query_start_loc,
-            past_lens=common.seq_lens - common.query_start_loc.diff(),
+            # A sequence of padding has no keys: with -1 before the step, the append leaves it out.
+            past_lens=common.seq_lens - (1 if decodes else common.query_start_loc.diff()),
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
         )
@@ -166,18 +171,23 @@ class DashAttentionImpl(AttentionImpl[DashAttentionMetadata]):
         _require(output_block_scale is None, "output_block_scale", "None (no quantized output)", output_block_scale)
         if attn_metadata is None:
             return output.zero_()
-        rows, batch = attn_metadata.rows, attn_metadata
+        batch, offsets = attn_metadata, None if attn_metadata.decodes else attn_metadata.query_start_loc
+
+        def rows_of(x: Tensor) -> Tensor:
+            return x[: batch.rows, None] if batch.decodes else x[: batch.rows]
+
         pages = kv_cache.transpose(1, 2)
         new, lens = NewKeys(), batch.seq_lens
         if self.appends:
-            new, lens = NewKeys(key[:rows], value[:rows], cu_seqlens=batch.query_start_loc), batch.past_lens
+            new, lens = NewKeys(rows_of(key), rows_of(value), cu_seqlens=offsets), batch.past_lens
         cache = Cache(pages[..., : self.head_size], pages[..., self.head_size :], lens, table=batch.block_table)
         if self.alibi_slopes is not None and self.alibi_slopes.device != query.device:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
-        output[:rows], _ = attend(
-            query[:rows], cache, new, cu_seqlens_q=batch.query_start_loc, softmax_scale=self.scale, causal=True,
+        out, _ = attend(
+            rows_of(query), cache, new, cu_seqlens_q=offsets, softmax_scale=self.scale, causal=True,
             window_size=self.window_size, softcap=self.softcap, alibi_slopes=self.alibi_slopes, s_aux=self.sinks,
         )  # fmt: skip
+        rows_of(output).copy_(out)
         return output
 
 

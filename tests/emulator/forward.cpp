@@ -1,7 +1,12 @@
 // `forward NAME=VALUE...` runs one call (call.h) of the forward on the host, linked with forward_kernels.cpp, and
 // holds output and LSE against sums in double. Only rows that see a key of their KV tiles may show values that are
-// NaN. Prints a digest of their bits, or what is wrong. With page_rows=N the keys of a pack lie in pages of N rows, and
-// with step=1, too, all its sequences have as many queries, and the call says so.
+// NaN. Prints a digest of their bits, or what is wrong.
+//
+// With page_rows=N the keys of a pack lie in pages of N rows, and with table=0 each sequence has one page and there is no
+// table. With step=1 all sequences have equally many queries, and the call has rows_q instead of cu_seqlens_q. It must do
+// without a plan if all its tiles run at once. With wrong=1 lengths and entries of such a call lie outside of the cache,
+// and its results are compared with those of the nearest numbers within.
+//
 // With max_logits=1 the kernel for masks by key columns serves the call and also finds the largest logit of each
 // head and sequence, and a digest of these follows.
 #include <algorithm>
@@ -29,7 +34,11 @@ class ForwardCall : emulator::Call<Element> {
       expected_largest_.assign(largest_.size(), -INFINITY);
       a_.max_logits = largest_.data();
     }
-    this->on_machines(a_, [&] { launch(); }, [&] { return digest(); }, [&] { check(); });
+    if (this->number("wrong", 0) != 0) {
+      this->on_machines(a_, [&] { compare_wrong_numbers(); }, [&] { return digest(); }, [] {});
+    } else {
+      this->on_machines(a_, [&] { launch(); }, [&] { return digest(); }, [&] { check(); });
+    }
   }
 
  private:
@@ -95,6 +104,25 @@ class ForwardCall : emulator::Call<Element> {
       a_.pack.rows_q = this->lengths_[0].seqlen_q;
       a_.pack.cu_seqlens_q = nullptr;
     }
+  }
+
+  // Numbers outside of the cache have the results of the nearest ones within.
+  void compare_wrong_numbers() {
+    for (auto* pages : {&k_pages_, &v_pages_}) {
+      for (size_t i = 0; i < pages->size(); ++i) { (*pages)[i] = Element(float(i * 7 % 31) / 16 - 1); }
+    }
+    const int capacity = a_.pages.capacity(), last = a_.pages.num_pages - 1;
+    const auto set = [](std::vector<int>& numbers, const std::vector<int>& values) {
+      for (size_t i = 0; i < numbers.size(); ++i) { numbers[i] = values[i % values.size()]; }
+    };
+    set(seqused_k_, {capacity, 0, capacity});
+    set(table_, {0, last, last, 0});
+    launch();
+    const std::string expected = digest();
+    set(seqused_k_, {capacity + 1, -5, INT32_MAX});
+    set(table_, {-1, last + 1, INT32_MAX, INT32_MIN});
+    launch();
+    if (digest() != expected) { emulator::fail("numbers outside of the cache have other results than the nearest"); }
   }
 
   void check() {
@@ -200,6 +228,10 @@ namespace dash_attn {
 void require_self_check() {}
 
 void launch_pack_plan(const ForwardPlan& plan, cudaStream_t) {
+  if (plan.call.pack.rows_q > 0 && plan.kernel->serves_steps[plan.call.pages.exists()] &&
+      num_tiles(plan.params.scheduler) <= plan.call.num_sms) {
+    emulator::fail("a step whose tiles all run at once has a plan");
+  }
   emulator::plan_pack_of(plan.call, plan.pack_rule, plan.pack);
   for (int i = 0; plan.call.reads_cache() && i < plan.call.batch; ++i) {
     PackedSequence& s = plan.pack.sequences[i];
@@ -208,7 +240,9 @@ void launch_pack_plan(const ForwardPlan& plan, cudaStream_t) {
   *plan.params.tiles_taken = 0;
 }
 
-void launch_cache_check(const ForwardPlan&, cudaStream_t) {}
+void launch_cache_check(const ForwardPlan& plan, cudaStream_t) {
+  if (plan.ctas != num_tiles(plan.params.scheduler)) { emulator::fail("a step without a plan has no CTA for a tile"); }
+}
 
 }  // namespace dash_attn
 

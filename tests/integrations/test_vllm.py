@@ -94,8 +94,12 @@ def metadata(backend, table, causal=True):
     offsets = torch.tensor([0, *NEW, 0]).cumsum(0).int()
     common = types.SimpleNamespace(
         num_actual_tokens=sum(NEW) + 2, query_start_loc=offsets, seq_lens=torch.tensor([*LENGTHS, 0]).int(),
-        block_table_tensor=torch.cat((table, torch.full((1, 3), -1).int())), causal=causal,
+        block_table_tensor=torch.cat((table, torch.full((1, 3), -1).int())), causal=causal, max_query_len=max(NEW),
     )  # fmt: skip
+    return build(backend, common)
+
+
+def build(backend, common):
     builder = backend.DashAttentionBackend.get_builder_cls()(None, [], None, torch.device("cpu"))
     return builder.build(0, common)
 
@@ -128,6 +132,32 @@ def test_a_step_has_the_bits_of_training(backend, feature, layout):
     shares = make_impl(backend, **FEATURES[feature], kv_sharing_target_layer_name="layers.0")
     again = shares.forward(None, step[0], None, None, cache, metadata(backend, table), torch.zeros_like(output))
     assert torch.equal(again[: sum(NEW)], output[: sum(NEW)])
+    assert torch.equal(cache.view(torch.int16), before.view(torch.int16))
+
+
+def test_a_step_in_which_all_sequences_decode(backend):
+    """A row for each sequence, of which the last one is padding, and no offsets."""
+    q, k, v = whole_sequences()
+    cache, table = pages("LBNHC", k, v)
+    impl = make_impl(backend)
+    whole = torch.empty(sum(NEW) + 2, HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    impl.forward(None, *(rows_of_step(x) for x in (q, k, v)), cache, metadata(backend, table), whole)
+    before = cache.clone()
+    ends = torch.tensor(LENGTHS).cumsum(0) - 1  # the last row of each sequence, once more
+    for number, length in enumerate(LENGTHS):
+        cache[table[number, (length - 1) // BLOCK], :, (length - 1) % BLOCK] = torch.nan
+    common = types.SimpleNamespace(
+        num_actual_tokens=5, query_start_loc=torch.tensor([0, 1, 2, 3, 4, 4]).int(),
+        seq_lens=torch.tensor([*LENGTHS, 0]).int(), causal=True, max_query_len=1,
+        block_table_tensor=torch.cat((table, torch.full((1, 3), -1).int())),
+    )  # fmt: skip
+    step = [torch.cat([x[ends], torch.full_like(x[:2], torch.nan)]) for x in (q, k, v)]
+    batch, output = build(backend, common), torch.full((6, HEADS, HEAD_DIM), 7.0).bfloat16()
+    assert batch.decodes and not metadata(backend, table).decodes
+    result = impl.forward(None, *step, cache, batch, output)
+    expected = in_training(q, k, v, {})[torch.tensor(NEW).cumsum(0) - 1]
+    assert result is output and torch.equal(output[:4], expected)
+    assert output[-1].eq(7).all()
     assert torch.equal(cache.view(torch.int16), before.view(torch.int16))
 
 
