@@ -1,7 +1,7 @@
-// Runs before a pass over a pack, except where check.h runs. One CTA reads the lengths, which the host does not know, and
-// writes a PackedSequence for each sequence, longest first, with its share of the work and of the workspace. Tables map
-// each unit of work, and each query tile, to its sequence. The other CTAs write what is promised of rows that belong to
-// no sequence, and check the table of pages.
+// Runs before a pass over a pack, except where check.h runs. One CTA reads the lengths, which the host does not know,
+// and writes a PackedSequence for each sequence, longest first, with its share of the work and of the workspace.
+// Tables map each unit of work, and each query tile, to its sequence. The other CTAs write what is promised of rows
+// that belong to no sequence, and check the table of pages.
 //
 // None of this decides a bit: a sequence's place in the list decides only when it is worked on.
 //

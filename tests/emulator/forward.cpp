@@ -2,10 +2,10 @@
 // holds output and LSE against sums in double. Only rows that see a key of their KV tiles may show values that are
 // NaN. Prints a digest of their bits, or what is wrong.
 //
-// With page_rows=N the keys of a pack lie in pages of N rows, and with table=0 each sequence has one page and there is no
-// table. With step=1 all sequences have equally many queries, and the call has rows_q instead of cu_seqlens_q. It must do
-// without a plan if all its tiles run at once. With wrong=1 lengths and entries of such a call lie outside of the cache,
-// and its results are compared with those of the nearest numbers within.
+// With page_rows=N the keys of a pack lie in pages of N rows, and with table=0 each sequence has one page and there is
+// no table. With step=1 all sequences have equally many queries, and the call has rows_q instead of cu_seqlens_q. It
+// must do without a plan if all its tiles run at once. With wrong=1 lengths and entries of such a call lie outside of
+// the cache, and its results are compared with those of the nearest numbers within.
 //
 // With max_logits=1 the kernel for masks by key columns serves the call and also finds the largest logit of each
 // head and sequence, and a digest of these follows.
