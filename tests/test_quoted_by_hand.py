@@ -180,7 +180,18 @@ def test_decoding():
     (small,) = (row for row in rows if (row["batch"], row["kv_heads"]) == (16, 1))
     assert f"reach {small['tb_per_s']['plain']:.2f} TB/s of an H200's 4.8" in words("docs/usage.md")
     (one_head,) = (row for row in rows if (row["batch"], row["kv_heads"]) == (64, 1))
-    assert f"one KV head are read at {one_head['tb_per_s']['plain']:.2f} TB/s" in words("CHANGELOG.md")
+    (eight,) = (
+        row for row in rows if [row[key] for key in ("batch", "heads", "kv_heads", "new_tokens")] == [64, 32, 8, 1]
+    )
+    text = words("CHANGELOG.md")
+    assert f"one KV head are read at {one_head['tb_per_s']['plain']:.2f} TB/s" in text
+    assert f"Pages of 64 reach {eight['tb_per_s']['64'] / eight['tb_per_s']['plain']:.2f} of a plain cache" in text
+    ones = sorted(
+        row["tb_per_s"]["1"] / row["tb_per_s"]["plain"]
+        for row in rows
+        if row["batch"] * row["kv_heads"] <= 64 and row["head_dim"] == 128
+    )
+    assert f"and at {ones[0]:.2f} to {ones[-1]:.2f} otherwise" in text
 
 
 def test_steps_of_decoding_without_a_plan():

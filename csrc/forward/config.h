@@ -79,8 +79,8 @@ struct Variant {
   // products of the others run meanwhile. With two, a consumer computes its exponentials while its own P V runs.
   static constexpr bool kRoundsBesideExponentials = kConsumers == 3;
 
-  // Whether the kernel serves steps of decoding that need no plan. With pages only the kernels of short tiles do: the
-  // others have no registers for keeping within the cache whatever the table says.
+  // Whether the kernel serves steps of decoding without a plan. With pages only the kernels of short tiles do: the
+  // loaders of the others have no registers for limiting the entries of the table.
   DASH_HOST_DEVICE static constexpr bool serves_steps(bool has_pages) {
     return kIsShort || (!kHasColumns && !Score::kDrops && !has_pages);
   }

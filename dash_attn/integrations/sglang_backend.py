@@ -128,7 +128,7 @@ class DashAttentionBackend(AttentionBackend):
             softmax_scale=layer.scaling, causal=True, window_size=(-1, -1) if window < 0 else (window, 0),
             softcap=layer.logit_cap or 0.0, s_aux=sinks,
         )  # fmt: skip
-        return out.view(len(q), -1)
+        return out.flatten(-2).flatten(0, -2)
 
     def _buffers(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values, (places, kv_heads, head_dim)."""

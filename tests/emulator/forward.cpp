@@ -233,9 +233,11 @@ void launch_pack_plan(const ForwardPlan& plan, cudaStream_t) {
     emulator::fail("a step whose tiles all run at once has a plan");
   }
   emulator::plan_pack_of(plan.call, plan.pack_rule, plan.pack);
-  for (int i = 0; plan.call.reads_cache() && i < plan.call.batch; ++i) {
-    PackedSequence& s = plan.pack.sequences[i];
-    s.end_k = s.number * plan.call.pages.page_distance + s.lengths.seqlen_k;
+  if (plan.call.reads_cache()) {
+    for (int i = 0; i < plan.call.batch; ++i) {
+      PackedSequence& s = plan.pack.sequences[i];
+      s.end_k = s.number * plan.call.pages.page_distance + s.lengths.seqlen_k;
+    }
   }
   *plan.params.tiles_taken = 0;
 }
