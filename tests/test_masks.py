@@ -99,3 +99,17 @@ def test_which_kernel_a_mask_takes(mask, kind):
 def test_chunks_are_at_least_0():
     with pytest.raises(ValueError, match=r"attention_chunk must be in \[0, 2147483648\), got -1"):
         _schedule.keys_of(5, 5, 0, causal=True, attention_chunk=-1)
+
+
+@given(divisor=st.integers(1, 2**31 - 1), multiple=st.integers(0, 2**31), offset=st.integers(-2, 2))
+def test_division(divisor, multiple, offset):
+    for dividend in (multiple, multiple * divisor + offset, 2**31 - 1):
+        dividend = max(0, min(dividend, 2**31 - 1))
+        assert _schedule.divide(dividend, divisor) == divmod(dividend, divisor)
+
+
+def test_division_by_every_power_of_two():
+    for shift in range(31):
+        for divisor in {max(1, 2**shift - 1), 2**shift, min(2**shift + 1, 2**31 - 1)}:
+            for dividend in (0, divisor - 1, divisor, 2**30 - 1, 2**31 - 1, (2**31 - 1) // divisor * divisor - 1):
+                assert _schedule.divide(dividend, divisor) == divmod(dividend, divisor)

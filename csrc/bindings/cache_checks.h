@@ -10,6 +10,8 @@ inline void check_block_table(const Tensor& table, const Tensor& q, const SymInt
   TORCH_CHECK_VALUE(table.dim() == 2 && table.sym_size(0) == batch && table.sym_size(1) >= 1,
                     "block_table must have shape (batch, max_blocks), with a batch of ", size_text(batch),
                     " and at least one block, got ", shape_text(table));
+  TORCH_CHECK_VALUE(table.sym_numel() <= SymInt(int64_t{kMostTableEntries}), "block_table must have at most ",
+                    kMostTableEntries, " entries, got ", size_text(table.sym_numel()));
   TORCH_CHECK_VALUE(table.device() == q.device(), "block_table must be on the device of q, ", q.device().str(),
                     ", got ", table.device().str());
 }

@@ -53,7 +53,7 @@ void append(Tensor k_cache, Tensor v_cache, const Tensor& k, const Tensor& v, Te
   const int64_t most = block_table ? block_table->size(1) : 1, page_rows = k_cache.size(1);
   STD_TORCH_CHECK(most * page_rows < kUnbounded && k_cache.size(0) < kUnbounded, "the cache is too large");
   params.pages.max_pages = static_cast<int>(most);
-  params.pages.page_rows = static_cast<int>(page_rows);
+  params.pages.page_rows = Divisor(static_cast<int>(page_rows));
   params.pages.num_pages = static_cast<int>(k_cache.size(0));
   const torch::stable::accelerator::DeviceGuard guard(device);
   run_append(params, num_sms, static_cast<int>(sm_margin), current_stream(device));

@@ -16,6 +16,7 @@
 
 #include "devices.h"
 #include "dropout/mask.h"
+#include "placement/sequences.h"
 
 namespace dash_attn {
 
@@ -92,8 +93,9 @@ inline const int* checked_block_table(OptionalTensor table, int64_t batch, int32
   if (!table) return nullptr;
   check_device(*table, "block_table", device);
   STD_TORCH_CHECK(table->scalar_type() == ScalarType::Int && table->dim() == 2 && table->is_contiguous() &&
-                      table->size(0) == batch,
-                  "block_table must be contiguous int32 (", batch, ", max_pages)");
+                      table->size(0) == batch && table->numel() <= kMostTableEntries,
+                  "block_table must be contiguous int32 (", batch, ", max_pages), with at most ", kMostTableEntries,
+                  " entries");
   return static_cast<const int*>(table->data_ptr());
 }
 

@@ -37,9 +37,9 @@ struct BackwardPack : HostPack {
     PackView const pack = plan.view();
     TileScheduler common{};
     common.policy = rule.policy;
-    common.kv_heads = kv_heads;
+    common.kv_heads = Divisor(kv_heads);
     common.group_size = rule.group_size;
-    int const place = pack.place_of(number, kv_heads);
+    int const place = pack.place_of(number, Divisor(kv_heads));
     PackedSequence const& sequence = pack.sequences[place];
     TileScheduler const alone = with_turns ? common.of(sequence).with_turns() : common.of(sequence);
     TileGrid const grid{rule.tiling, mask_of(rule.mask, alone.sequence)};
@@ -60,15 +60,16 @@ struct BackwardPack : HostPack {
 struct ForwardPack : HostPack {
   ForwardPackRule rule;
 
-  int num_tiles() const { return plan.totals.units * rule.scheduler.head_groups; }
+  Divisor const& groups() const { return rule.scheduler.head_groups; }
+  int num_tiles() const { return plan.totals.units * groups(); }
 
   // As forward/load.h does it.
   std::tuple<int, int, int, int> tile(int64_t taken) const {
-    int const number = in_range("place", taken, 0, num_tiles()), groups = rule.scheduler.head_groups;
+    int const number = in_range("place", taken, 0, num_tiles());
     PackView const pack = plan.view();
-    PackedSequence const& sequence = pack.sequences[pack.place_of(number, groups)];
+    PackedSequence const& sequence = pack.sequences[pack.place_of(number, groups())];
     forward::QueryTileScheduler const alone = rule.scheduler.of(sequence);
-    forward::QueryTile const tile = alone.tile(sequence.number_within(number, groups));
+    forward::QueryTile const tile = alone.tile(sequence.number_within(number, groups()));
     int const end = alone.end_position(tile.index);
     return {sequence.number, tile.head_group, alone.first_position(end), min_int(end, sequence.lengths.seqlen_q)};
   }
@@ -196,7 +197,7 @@ inline void bind_packs(py::module_& m) {
            py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0, py::arg("rows_outside") = Outside{0, 0},
            py::arg("drops") = false)
       .def_property_readonly("num_tiles", &ForwardPack::num_tiles)
-      .def_property_readonly("head_groups", [](ForwardPack const& pack) { return pack.rule.scheduler.head_groups; })
+      .def_property_readonly("head_groups", [](ForwardPack const& pack) { return int{pack.groups()}; })
       .def_property_readonly("tile_positions",
                              [](ForwardPack const& pack) { return pack.rule.scheduler.tile_positions; })
       .def("tile", &ForwardPack::tile, py::arg("place"),

@@ -97,7 +97,7 @@ inline void bind_masks_and_forward_tiles(py::module_& m) {
            py::arg("drops") = false)
       .def_readonly("num_tiles", &ForwardTiles::num_tiles)
       .def_readonly("query_tiles", &ForwardTiles::query_tiles)
-      .def_readonly("head_groups", &ForwardTiles::head_groups)
+      .def_property_readonly("head_groups", [](ForwardTiles const& tiles) { return int{tiles.head_groups}; })
       .def_readonly("tile_positions", &ForwardTiles::tile_positions)
       .def_readonly("last_groups", &ForwardTiles::last_groups)
       .def_readonly("takes_tiles", &ForwardTiles::takes_tiles)
@@ -116,6 +116,15 @@ inline void bind_masks_and_forward_tiles(py::module_& m) {
             return std::make_tuple(tiles.first_position(end), min_int(end, tiles.sequence.seqlen_q));
           },
           py::arg("index"), "First position of a tile in its sequence, and where the next tile begins.");
+
+  m.def(
+      "divide",
+      [](int64_t dividend, int64_t divisor) {
+        Divisor const by(positive("divisor", divisor));
+        int const of = in_range("dividend", dividend, 0, int64_t{1} << 31);
+        return std::make_tuple(of / by, of % by);
+      },
+      py::arg("dividend"), py::arg("divisor"), "(quotient, remainder), as kernels divide by an argument of the call.");
 
   auto const grid = [](int64_t seqlen_q, int64_t seqlen_k, int64_t tile_k, bool causal, WindowSize window,
                        int64_t attention_chunk) {

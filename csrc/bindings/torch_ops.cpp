@@ -304,7 +304,7 @@ PageTable pages_of(const Cache& cache, const AttentionArguments& arguments, int3
                   "no page can have ", page_rows, " rows at a distance of ", page_distance, ", with ", most,
                   " pages of a sequence and ", arguments.seqlen_k, " rows in all");
   const int64_t num_pages = (arguments.seqlen_k - page_rows) / page_distance + 1;
-  return {data, static_cast<int>(most), static_cast<int>(page_rows), static_cast<int>(page_distance),
+  return {data, static_cast<int>(most), Divisor(static_cast<int>(page_rows)), static_cast<int>(page_distance),
           static_cast<int>(num_pages)};
 }
 

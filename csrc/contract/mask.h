@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "../host_device.h"
+#include "divisor.h"
 
 namespace dash_attn {
 
@@ -43,7 +44,8 @@ inline constexpr int kUnbounded = (1 << 30) - 1;  // more keys than a sequence h
 // - left to p + right and, if `chunk` is not 0, of these only the keys of its own chunk, whose key / chunk is that of
 // p.
 struct Window {
-  int left, right, chunk;
+  int left, right;
+  Divisor chunk;
   // For a call of a chunk of a sequence's queries and a chunk of its keys, otherwise 0: by how many keys a query's own
   // key is shifted, and how many keys of the sequence come before.
   int own_key_shift, keys_before;
@@ -59,7 +61,8 @@ struct MaskRule {
   // The same mask as a window, which may lack bounds.
   DASH_HOST_DEVICE constexpr Window as_window() const {
     if (!starts_at_first_key(kind)) return window;
-    return {kUnbounded, kind == MaskKind::kCausal ? 0 : kUnbounded, 0, window.own_key_shift, window.keys_before};
+    int const right = kind == MaskKind::kCausal ? 0 : kUnbounded;
+    return {kUnbounded, right, Divisor(0), window.own_key_shift, window.keys_before};
   }
 };
 
@@ -74,7 +77,7 @@ constexpr MaskRule mask_rule(bool causal, int64_t left, int64_t right, int64_t c
   if (kind != MaskKind::kWindow) return {kind, {}};
   return {kind,
           {left_bounded ? static_cast<int>(left) : kUnbounded, right_bounded ? static_cast<int>(right) : kUnbounded,
-           chunked ? static_cast<int>(chunk) : 0}};
+           Divisor(chunked ? static_cast<int>(chunk) : 0)}};
 }
 
 // The largest distance of a chunk from the sequence's other rows. A sum of two such distances and two lengths fits in
@@ -153,9 +156,8 @@ struct Mask {
   }
   DASH_HOST_DEVICE constexpr int chunk_end(int key) const {
     int const number = key + window.keys_before;
-    return window.chunk == 0 ? kUnbounded
-           : number < 0      ? -window.keys_before
-                             : min_int(key - number % window.chunk, kUnbounded - window.chunk) + window.chunk;
+    if (window.chunk == 0) return kUnbounded;
+    return number < 0 ? -window.keys_before : min_int(chunk_start(key), kUnbounded - window.chunk) + window.chunk;
   }
 };
 

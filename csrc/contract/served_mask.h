@@ -18,7 +18,7 @@ constexpr MaskRule served_mask(ScoreKind score, HeadDims padded, MaskRule const&
   bool const has_kernel = (score == ScoreKind::kSoftcap && is_causal && padded.qk != 64 && padded.qk != 192) ||
                           (score == ScoreKind::kDropout && (padded.qk == 64 || padded.qk == 128));
   if (score == ScoreKind::kPlain || mask.kind == MaskKind::kWindow || has_kernel) return mask;
-  return {MaskKind::kWindow, {kUnbounded, is_causal ? 0 : kUnbounded, 0}};
+  return {MaskKind::kWindow, {kUnbounded, is_causal ? 0 : kUnbounded, Divisor(0)}};
 }
 
 }  // namespace dash_attn

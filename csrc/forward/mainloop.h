@@ -190,13 +190,21 @@ class Consumer {
   __device__ __forceinline__ void walk_range(Output& out, PackedScores& p, Softmax& softmax, const Rows& rows,
                                              int kv_tile) {
     const Range whole = rows.kv_seen_whole(params_);
-    const int first_masked_after = max_int(rows.kv.first, whole.end());
-    if constexpr (Variant::kMask != MaskKind::kFull) {
-      while (kv_tile > first_masked_after) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
-    }
-    while (kv_tile > whole.first) { step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile); }
-    if constexpr (!starts_at_first_key(Variant::kMask)) {
-      while (kv_tile > rows.kv.first) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
+    if constexpr (starts_at_first_key(Variant::kMask)) {
+      const int first_masked_after = max_int(rows.kv.first, whole.end());
+      if constexpr (Variant::kMask != MaskKind::kFull) {
+        while (kv_tile > first_masked_after) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
+      }
+      while (kv_tile > whole.first) { step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile); }
+    } else {
+      // Masked tiles, which come before and after the others, share the code of a step.
+      while (kv_tile > rows.kv.first) {
+        if (kv_tile <= whole.end()) {
+          while (kv_tile > whole.first) { step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile); }
+          if (kv_tile == rows.kv.first) { break; }
+        }
+        step<Tile::kMasked>(out, p, softmax, rows, --kv_tile);
+      }
     }
   }
 

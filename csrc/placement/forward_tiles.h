@@ -30,9 +30,9 @@ struct QueryTileScheduler {
   int tile_positions;  // of a query tile
   int query_tiles;     // of a head group
   int batch;
-  int group_shift;      // log2 of the heads in a group
-  int groups_per_kv;    // head groups that share a KV head
-  int head_groups;      // in a sequence
+  int group_shift;        // log2 of the heads in a group
+  Divisor groups_per_kv;  // head groups that share a KV head
+  Divisor head_groups;    // in a sequence
   bool first_is_short;  // of a head group's query tiles, the first one may be short; else the last
   bool longest_first;   // a head's longest tile comes first; else that of its first query
   int last_groups;      // with longest_first: (batch, head group) pairs whose tiles are listed together
@@ -194,8 +194,8 @@ constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
   s.group_shift =
       from_first_query ? 0 : packed_heads_shift(group_size, s.sequence.seqlen_q, tile.query, kMostPackedHeads);
   int const packed = 1 << s.group_shift;
-  s.groups_per_kv = group_size / packed;
-  s.head_groups = p.heads / packed;
+  s.groups_per_kv = Divisor(group_size / packed);
+  s.head_groups = Divisor(p.heads / packed);
   s.longest_first = p.mask.kind != MaskKind::kFull;
   cut_into_tiles(p, tile, s);
   int64_t const tiles = num_tiles(s);

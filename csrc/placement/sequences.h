@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../contract/divisor.h"
 #include "../contract/mask.h"
 #include "../host_device.h"
 
@@ -30,12 +31,15 @@ struct RowOrigin {
   static constexpr int kRaggedRows = 1 << 30;
 };
 
+// The entries of a table of pages, whose indices are 32 bits wide.
+inline constexpr int64_t kMostTableEntries = (int64_t{1} << 32) - 1;
+
 // Where the keys of a pack's sequences lie when they lie in pages: each page has the rows of `page_rows` keys of one
 // sequence, in their order. Null where the keys of a sequence follow each other.
 struct PageTable {
-  const int* pages;   // (batch, max_pages)
-  int max_pages;      // of a sequence
-  int page_rows;
+  const int* pages;  // (batch, max_pages)
+  int max_pages;     // of a sequence
+  Divisor page_rows;
   int page_distance;  // rows of the tensor from one page to the next
   int num_pages;      // of the tensor
 
@@ -60,8 +64,8 @@ struct PageTable {
   };
 
   DASH_HOST_DEVICE constexpr Place place_of(int sequence, int key) const {
-    int const entry = int(uint32_t(key) / uint32_t(page_rows));
-    return {pages[int64_t{sequence} * max_pages + entry], key - entry * page_rows};
+    int const entry = key / page_rows;
+    return {pages[uint32_t(sequence) * uint32_t(max_pages) + uint32_t(entry)], key - entry * page_rows};
   }
 
   // The row of the tensor. Its computation waits for the table, which place_of only begins to read.
@@ -114,7 +118,7 @@ struct PackView {
   DASH_HOST_DEVICE constexpr bool is_pack() const { return sequences != nullptr; }
 
   // The place in `sequences` of the sequence to which a number of the pack's work belongs.
-  DASH_HOST_DEVICE constexpr int place_of(int number, int numbers_of_unit) const {
+  DASH_HOST_DEVICE constexpr int place_of(int number, Divisor const& numbers_of_unit) const {
     return of_unit[number / numbers_of_unit];
   }
 };

@@ -55,7 +55,8 @@ struct TileScheduler {
   Policy policy;
   int splits;  // splits.h
 
-  int batch, kv_heads;
+  int batch;
+  Divisor kv_heads;
   int group_size;  // query heads that share one KV head
 
   // Heads, here (sequence, KV head, split)s, are interleaved in batches of head_swizzle; the final last_heads form one

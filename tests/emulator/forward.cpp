@@ -99,7 +99,7 @@ class ForwardCall : emulator::Call<Element> {
     a_.seqlen_k = count * distance;
     a_.pack.cu_seqlens_k = nullptr;
     a_.pack.seqused_k = seqused_k_.data();
-    a_.pages = {has_table ? table_.data() : nullptr, most, page_rows, distance, count};
+    a_.pages = {has_table ? table_.data() : nullptr, most, Divisor(page_rows), distance, count};
     if (this->number("step", 0) != 0) {
       a_.pack.rows_q = this->lengths_[0].seqlen_q;
       a_.pack.cu_seqlens_q = nullptr;
