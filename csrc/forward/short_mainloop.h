@@ -21,7 +21,6 @@ class ShortConsumer : Consumer<Variant> {
   using typename Base::Rows;
   using typename Base::Scores;
   using typename Base::Softmax;
-  using typename Base::Tile;
   static_assert(Variant::kConsumers == 1 && !Variant::kHasColumns && Variant::Score::kKind == ScoreKind::kPlain);
   static_assert(!Variant::kOutputInValues);
 
@@ -61,22 +60,18 @@ class ShortConsumer : Consumer<Variant> {
     const int whole_end = rows.kv_seen_whole(this->params_).end();
     int kv_tile = rows.kv.end() - 1;
     begin<kRows>(p, softmax, rows, s, kv_tile >= whole_end);
-    while (kv_tile > max_int(rows.kv.first, whole_end)) {
-      this->template step<Tile::kMasked>(out, p, softmax, rows, --kv_tile);
-    }
-    int count = kv_tile - rows.kv.first;
-    if (count > 0) {
+    if (kv_tile > rows.kv.first) {
       this->wait_for_k();
       this->issue_s(s);
       while (true) {
-        step_ahead<kRows>(out, p, softmax, s, ahead, count > 1);
-        if (--count == 0) {
+        step_ahead<kRows>(out, p, softmax, rows, s, ahead, --kv_tile, whole_end);
+        if (kv_tile == rows.kv.first) {
           wait_products<0>();
           fence_operand(ahead);
           break;
         }
-        step_ahead<kRows>(out, p, softmax, ahead, s, count > 1);
-        if (--count == 0) {
+        step_ahead<kRows>(out, p, softmax, rows, ahead, s, --kv_tile, whole_end);
+        if (kv_tile == rows.kv.first) {
           wait_products<0>();
           fence_operand(s);
           break;
@@ -105,10 +100,11 @@ class ShortConsumer : Consumer<Variant> {
   }
 
   // `s`: the products of the rows with the keys of a KV tile, which are being computed. `ahead` becomes those with the
-  // next one, if there is one.
+  // next one, if there is one. KV tiles from `whole_end` on are masked.
   template <int kRows>
-  __device__ __forceinline__ void step_ahead(Output& out, PackedScores& p, Softmax& softmax, Scores& s,
-                                             Scores& ahead, bool has_next) {
+  __device__ __forceinline__ void step_ahead(Output& out, PackedScores& p, Softmax& softmax, const Rows& rows,
+                                             Scores& s, Scores& ahead, int kv_tile, int whole_end) {
+    const bool has_next = kv_tile > rows.kv.first;
     this->issue_out(out, p);
     const auto k = this->k_;
     if (has_next) {
@@ -120,6 +116,7 @@ class ShortConsumer : Consumer<Variant> {
     wait_products<2>();
     fence_operand(s);
     if (has_next) { arrive_once(this->shared_.k_empty[k.slot()]); }
+    if (kv_tile >= whole_end) { hide_keys_after<kRows>(s, rows, this->params_, kv_tile, this->thread_); }
     RowStatistic correction;
     const bool corrects = softmax.template follow<kRows>(s, correction, false);
     softmax.template subtract_reference<kRows>(s);
