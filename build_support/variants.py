@@ -19,10 +19,11 @@ AXES = ("DASH_ATTN_DTYPES", "DASH_ATTN_HEAD_DIMS", "DASH_ATTN_MASKS", "DASH_ATTN
 _UNIT_AXES = 2
 # Policies for benchmarks, which the kernels of Ordered serve too where DASH_ATTN_POLICIES names one of them.
 _YARDSTICKS = ("ascending", "atomic")
-# Other names for a value: short ones of dtypes, and policies that one kernel serves together.
+# Other names for a value: short ones of dtypes, and scores or policies that one kernel serves.
 _ALIASES = {
     "bf16": "bfloat16",
     "fp16": "float16",
+    **dict.fromkeys(("softcap", "alibi"), "changed"),
     **dict.fromkeys(("descending", "spt", *_YARDSTICKS), "ordered"),
 }
 

@@ -37,7 +37,6 @@ _POLICIES_OF = {
     "Shift": ("shift",),
     "SymmetricShift": ("symmetric_shift",),
     "OrderFree": ("order_free",),
-    "Carried": (),  # kernels for parts of a backward, which no schedule of a call selects
 }
 
 

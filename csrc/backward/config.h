@@ -103,14 +103,16 @@ struct Variant : Geometry {
   static constexpr bool kHasColumns = kMask == MaskKind::kColumns;
   static constexpr int kClusterSize = Order<Policies::kAny>::kCtaGroup;
   static constexpr bool kOrderFree = accumulation(Policies::kAny) == Accumulation::kOrderFree;
-  static_assert(!kOrderFree || (Score::kKind == ScoreKind::kPlain && !Geometry::kWide));
-  static constexpr bool kCarries = Policies::kCarries;
+  static_assert(!kOrderFree || (Score::serves(ScoreKind::kPlain) && !Geometry::kWide));
+  // Whether a call may be a chunk of keys by a chunk of queries, whose sums other calls have begun or continue.
+  static constexpr bool kMayCarry =
+      kMask == MaskKind::kWindow && Score::serves(ScoreKind::kPlain) && Policies::contains(Policy::kDescending);
   static constexpr bool kDivided = Order<Policies::kAny>::kDivided;
 
   // Whether the kernel can finish dQ (finish_dq.h) where that pays (placement/finishing.h). It takes registers, which
   // are missing with other scores and in clusters.
   static constexpr bool kMayFinishDq =
-      Geometry::kCanFinishDq && !kCarries && Score::kKind == ScoreKind::kPlain && kClusterSize == 1;
+      Geometry::kCanFinishDq && Score::serves(ScoreKind::kPlain) && kClusterSize == 1;
 
   // The columns of their rows of V that consumers hold in registers as an A operand. The kernel is bound by the
   // bandwidth of shared memory, and a product of 64 x 64 with both operands there takes all of it. There are no
@@ -118,7 +120,7 @@ struct Variant : Geometry {
   // which leaves room for some columns.
   static constexpr int held_columns_of_v() {
     constexpr int kAll = Geometry::kQkDim;
-    if (!Score::kDrops) { return Score::kKind == ScoreKind::kPlain || Geometry::kQuery <= 80 ? kAll : 0; }
+    if (!Score::kDrops) { return Score::serves(ScoreKind::kPlain) || Geometry::kQuery <= 80 ? kAll : 0; }
     return kAll == 64 ? 16 : 96;
   }
   static constexpr int kHeldColumnsOfV = held_columns_of_v();
@@ -140,7 +142,7 @@ struct Variant : Geometry {
 
   DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence, Window const& window) {
     return {{Geometry::kQuery, Geometry::kKey, kClusterSize},
-            {kMask, kCarries ? window : window.of_whole_sequence(), sequence}};
+            {kMask, kMayCarry ? window : window.of_whole_sequence(), sequence}};
   }
 };
 

@@ -150,7 +150,7 @@ class Adder {
 
   // Whether rank 0 adds to the sum of earlier calls.
   __device__ __forceinline__ bool continues(int query_tile) const {
-    if constexpr (Variant::kCarries) { return params_.carried.dq_continues.contains(query_tile); }
+    if constexpr (Variant::kMayCarry) { return params_.carried.dq_continues.contains(query_tile); }
     return false;
   }
 

@@ -121,7 +121,7 @@ class Consumer {
     Registers r;
     clear(r.dk);
     clear(r.dv);
-    if constexpr (Variant::kCarries) {
+    if constexpr (Variant::kMayCarry) {
       begin_carried_sum(params_, first_float(false), consumer_, r.dv);
       begin_carried_sum(params_, first_float(true), consumer_, r.dk);
     }
@@ -147,7 +147,7 @@ class Consumer {
   // Returns whether dK and dV are complete once the sums of the previous splits are added. If not, they are left to
   // whoever continues them.
   __device__ __forceinline__ bool is_complete(Registers& r) const {
-    if constexpr (Variant::kCarries) { return end_part(r); }
+    if (Variant::kMayCarry && params_.carried.exist) { return end_part(r); }
     if constexpr (Variant::kDivided) {
       if (work().visits == Visits::kFirst) {
         hand_over_first_part<Variant, Visits::kFirst>(params_, work(), r.dk, r.dv);

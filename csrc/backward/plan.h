@@ -134,7 +134,7 @@ class Planner {
 
   template <Policy kPolicy>
   __device__ __forceinline__ bool are_heads_together() const {
-    return Variant::kCarries ? params_.heads_together : heads_together<kPolicy>(Variant::kMask);
+    return Variant::kMayCarry ? params_.heads_together : heads_together<kPolicy>(Variant::kMask);
   }
 
   // Whether the work tile's partials are added in fp32 in the order of their ranks.

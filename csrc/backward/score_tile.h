@@ -73,11 +73,12 @@ __device__ __forceinline__ void probabilities(float (&s)[kSize], const float* ls
   }
 }
 
-// dS = P * (dP - D) * the score's derivative, rounded, overwrites P. Dropped elements of dP are 0.
-template <typename Element, typename Score, typename Bits, int kSize>
-__device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], const float (&dp)[kSize],
-                                               const float* delta, const float* lse, const ScoreParams& params,
-                                               const Bits& bits, int thread) {
+// dS = P * (dP - D), with kHasDerivative times the score's derivative, rounded, overwrites P. Dropped elements of dP are
+// 0.
+template <typename Element, typename Score, bool kHasDerivative, typename Bits, int kSize>
+__device__ __forceinline__ void gradient_of_scores(RegisterSlice (&p)[kSize / 8], const float (&dp)[kSize],
+                                                   const float* delta, const float* lse, const ScoreParams& params,
+                                                   const Bits& bits, int thread) {
 #pragma unroll
   for (int slice = 0; slice < kSize / 8; ++slice) {
     const SliceStatistics row = slice_of(delta, thread, slice);
@@ -98,7 +99,7 @@ __device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], co
       const int number = 8 * slice + 2 * i;
       float low = Score::keep(bits, number, dp[number]) - row.of[i / 2][0];
       float high = Score::keep(bits, number + 1, dp[number + 1]) - row.of[i / 2][1];
-      if constexpr (Score::kHasDerivative) {
+      if constexpr (kHasDerivative) {
         if (i == 0) { compiler_fence(); }  // keeps later slices from being read early, which would take registers
         const SliceStatistics row_lse = slice_of(lse, thread, slice);
         const float2 probability = unpack<Element>(p[slice][i]);
@@ -108,6 +109,19 @@ __device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], co
       p[slice][i] = multiply_pair<Element>(p[slice][i], low, high);
     }
   }
+}
+
+template <typename Element, typename Score, typename Bits, int kSize>
+__device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], const float (&dp)[kSize],
+                                               const float* delta, const float* lse, const ScoreParams& params,
+                                               const Bits& bits, int thread) {
+  if constexpr (Score::kChangesLogits) {
+    if (!params.has_slopes()) {
+      gradient_of_scores<Element, Score, true>(p, dp, delta, lse, params, bits, thread);
+      return;
+    }
+  }
+  gradient_of_scores<Element, Score, false>(p, dp, delta, lse, params, bits, thread);
 }
 
 }  // namespace dash_attn::backward

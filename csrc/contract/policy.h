@@ -76,7 +76,6 @@ using PolicyConstant = std::integral_constant<Policy, P>;
 template <Policy kFirst, Policy... kRest>
 struct PolicySet {
   static constexpr Policy kAny = kFirst;
-  static constexpr bool kCarries = false;  // sums from one call to the next
 
   DASH_HOST_DEVICE static constexpr bool contains(Policy policy) {
     return policy == kFirst || (... || (policy == kRest));

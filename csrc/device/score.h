@@ -1,12 +1,12 @@
 // A score: what turns a product q . k into a logit, before the mask and the softmax, for both passes.
 //
 // A score type derives from UnchangedScore and overrides what differs:
-//   kKind           its ScoreKind
+//   serves          whether kernels with this type serve calls of a ScoreKind
 //   apply           turns the products of a fragment into x in place; the logit is x times ScoreParams::scale_log2, in
 //                   base 2. bias_of() returns what depends on heads and positions: slope(i) and distance(i) of
 //                   register i, where the distance may have either sign
-//   kHasDerivative  whether dS must be multiplied by derivative(), because the logit is not linear in the product
-//   kHasSlope       whether the logit depends on the head and on the distance between query and key
+//   kChangesLogits  whether dS may have to be multiplied by derivative(), because the logit is not linear in the
+//                   product, and whether the logit may depend on the head and on the distance between query and key
 //   kDrops          whether dropout follows the softmax; keep() then zeroes a dropped element
 #pragma once
 
@@ -21,18 +21,20 @@ struct ScoreParams {
   float scale_log2;          // log2(e) times the factor of x
   float product_factor;      // softcap: softmax_scale / softcap. ALiBi: 1 / softmax_scale
   float inverse_scale_log2;  // 1 / scale_log2, for the softcap's derivative and the forward's limits
-  const float* slopes;       // ALiBi's, (sequence, head)
+  const float* slopes;       // ALiBi's, (sequence, head); null without
   int slopes_stride;
+
+  __device__ __forceinline__ bool has_slopes() const { return slopes != nullptr; }
 
   // The slope of a head, in units of x.
   __device__ __forceinline__ float slope(int sequence, int head) const {
-    return slopes[sequence * slopes_stride + head] * product_factor;
+    return has_slopes() ? slopes[sequence * slopes_stride + head] * product_factor : 0.f;
   }
 };
 
 // logit = softmax_scale * product. The derivative, softmax_scale, is constant, and scales dQ and dK at the end.
 struct UnchangedScore {
-  static constexpr bool kHasDerivative = false, kHasSlope = false, kDrops = false;
+  static constexpr bool kChangesLogits = false, kDrops = false;
 
   template <typename Bias, int kSize>
   static __device__ __forceinline__ void apply(float (&)[kSize], const Bias&, const ScoreParams&) {}
@@ -45,12 +47,12 @@ struct UnchangedScore {
 };
 
 struct PlainScore : UnchangedScore {
-  static constexpr ScoreKind kKind = ScoreKind::kPlain;
+  static constexpr bool serves(ScoreKind kind) { return kind == ScoreKind::kPlain; }
 };
 
 // The plain score, followed by dropout.
 struct DropoutScore : UnchangedScore {
-  static constexpr ScoreKind kKind = ScoreKind::kDropout;
+  static constexpr bool serves(ScoreKind kind) { return kind == ScoreKind::kDropout; }
   static constexpr bool kDrops = true;
 
   template <typename Bits>
@@ -59,35 +61,32 @@ struct DropoutScore : UnchangedScore {
   }
 };
 
-// logit = softcap * tanh(softmax_scale * product / softcap) (Gemma 2, arXiv 2408.00118).
-struct SoftcapScore : UnchangedScore {
-  static constexpr ScoreKind kKind = ScoreKind::kSoftcap;
-  static constexpr bool kHasDerivative = true;
+// One of two, as the call asks:
+//   logit = softcap * tanh(softmax_scale * product / softcap)                   (Gemma 2, arXiv 2408.00118)
+//   logit = softmax_scale * product - slope * |query's own key - key|           (ALiBi, arXiv 2108.12409)
+// Slopes have no gradient.
+struct ChangedScore : UnchangedScore {
+  static constexpr bool serves(ScoreKind kind) { return kind == ScoreKind::kSoftcap || kind == ScoreKind::kAlibi; }
+  static constexpr bool kChangesLogits = true;
 
   template <typename Bias, int kSize>
-  static __device__ __forceinline__ void apply(float (&products)[kSize], const Bias&, const ScoreParams& params) {
+  static __device__ __forceinline__ void apply(float (&products)[kSize], const Bias& bias_of,
+                                               const ScoreParams& params) {
+    if (params.has_slopes()) {
+      const auto bias = bias_of();
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) { products[i] = ptx::tanh_approx(products[i] * params.product_factor); }
+      for (int i = 0; i < kSize; ++i) { products[i] = fmaf(-bias.slope(i), fabsf(bias.distance(i)), products[i]); }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) { products[i] = ptx::tanh_approx(products[i] * params.product_factor); }
+    }
   }
 
-  // 1 - tanh^2, computed from the probability e^logit / e^LSE, so that tanh need not be kept. `lse` is in base 2. An
-  // element whose probability is zero has no gradient either.
+  // The softcap's: 1 - tanh^2, computed from the probability e^logit / e^LSE, so that tanh need not be kept. `lse` is
+  // in base 2. An element whose probability is zero has no gradient either.
   static __device__ __forceinline__ float derivative(float probability, float lse, const ScoreParams& params) {
     const float tanh = (ptx::log2_approx(probability) + lse) * params.inverse_scale_log2;
     return fmaxf(fmaf(-tanh, tanh, 1.f), 0.f);
-  }
-};
-
-// logit = softmax_scale * product - slope * |query's own key - key| (ALiBi, arXiv 2108.12409). Slopes have no gradient.
-struct AlibiScore : UnchangedScore {
-  static constexpr ScoreKind kKind = ScoreKind::kAlibi;
-  static constexpr bool kHasSlope = true;
-
-  template <typename Bias, int kSize>
-  static __device__ __forceinline__ void apply(float (&products)[kSize], const Bias& bias_of, const ScoreParams&) {
-    const auto bias = bias_of();
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) { products[i] = fmaf(-bias.slope(i), fabsf(bias.distance(i)), products[i]); }
   }
 };
 

@@ -73,7 +73,7 @@ struct Variant {
 
   // Whether the last P V of a query tile overlaps the first S of the next one, which takes two buffers of Q. Three
   // consumers have no registers for that beside a softcap.
-  static constexpr bool kCrosses = kQueryStages > 1 && !(kConsumers == 3 && Score::kKind == ScoreKind::kSoftcap);
+  static constexpr bool kCrosses = kQueryStages > 1 && !(kConsumers == 3 && Score::kChangesLogits);
 
   // Whether a warpgroup waits for P V before its exponentials, and rounds P among them. With three consumers the
   // products of the others run meanwhile. With two, a consumer computes its exponentials while its own P V runs.

@@ -70,7 +70,7 @@ class Loader {
   }
 
   // Whether a KV tile is found while the one before it is loaded. Beside slopes there are no registers for that.
-  static constexpr bool kFindsEarly = kHasPages && Variant::Score::kKind == ScoreKind::kPlain;
+  static constexpr bool kFindsEarly = kHasPages && !Variant::Score::kChangesLogits;
 
   struct Tile : AnnouncedTile {
     RowOrigin key_rows;

@@ -21,7 +21,7 @@ class ShortConsumer : Consumer<Variant> {
   using typename Base::Rows;
   using typename Base::Scores;
   using typename Base::Softmax;
-  static_assert(Variant::kConsumers == 1 && !Variant::kHasColumns && Variant::Score::kKind == ScoreKind::kPlain);
+  static_assert(Variant::kConsumers == 1 && !Variant::kHasColumns && Variant::Score::serves(ScoreKind::kPlain));
   static_assert(!Variant::kOutputInValues);
 
  public:

@@ -131,7 +131,7 @@ void make_tensor_maps(const BackwardPlan& plan, backward::KernelParams& params) 
 BackwardPlan plan_backward(const BackwardArguments& call) {
   BackwardPlan plan{};
   BackwardArguments& a = plan.call = call;
-  // Kernels that carry sums, and those of a mask by key columns, see the rest of the mask as a window. Those beside
+  // Calls that carry sums, and kernels of a mask by key columns, take the rest of the mask as a window. Those beside
   // them see it as it is.
   const MaskRule mask = plan.kernel_mask = kernel_mask(call, call.carries(), call.has_columns());
   if (!call.carries() && !call.has_columns()) { a.mask = mask; }
@@ -157,7 +157,7 @@ BackwardPlan plan_backward(const BackwardArguments& call) {
   plan.starts_early = a.sm_margin == 0;
   plan.ctas = min_int(params.num_groups, a.num_sms / plan.kernel->cluster_size) * plan.kernel->cluster_size;
 
-  params.finishes_dq = plan.kernel->may_finish_dq && pays_to_finish_dq(a, plan.grid);
+  params.finishes_dq = plan.kernel->may_finish_dq && !a.carries() && pays_to_finish_dq(a, plan.grid);
   make_tensor_maps(plan, params);
   params.softmax_lse = a.softmax_lse;
   params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
@@ -166,7 +166,7 @@ BackwardPlan plan_backward(const BackwardArguments& call) {
   params.dropout = make_bits_view(a);
   params.scale_of_sums = a.softmax_scale * params.dropout.scale;
   params.score = make_score_params(a);
-  params.carried = {a.carried.total, a.carried.dq_continues, a.carried.keys_continue, a.carried.keys_end};
+  params.carried = {a.carries(), a.carried.total, a.carried.dq_continues, a.carried.keys_continue, a.carried.keys_end};
   AllPolicies::with(a.policy, [&](auto policy) {
     params.heads_together = heads_together<decltype(policy)::value>(a.mask.kind);
   });

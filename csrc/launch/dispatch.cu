@@ -25,7 +25,7 @@ std::string mask_name(MaskKind kind) { return kMaskNames[static_cast<int>(kind)]
 template <typename DtypeName, typename Dims, typename MaskName, typename ScoreName>
 bool serves(const AttentionArguments& a, const MaskRule& mask) {
   return a.dtype == DtypeName::kDtype && a.padded_head_dims() == Dims::kDims && mask.kind == MaskName::kKind &&
-         score_kind(a) == ScoreName::Score::kKind;
+         ScoreName::Score::serves(score_kind(a));
 }
 
 }  // namespace
@@ -51,10 +51,10 @@ const ForwardKernel* short_forward_kernel_of(const ForwardArguments& a, const Ma
 }
 
 const BackwardKernel& backward_kernel_of(const BackwardArguments& a, const MaskRule& mask) {
-#define DASH_BACKWARD_VARIANT(dtype, head_dims, mask_name, score, policies)                          \
-  if (policies::contains(a.policy) && policies::kCarries == a.carries() &&                           \
-      serves<dtype, Dims##head_dims, mask_name, score>(a, mask)) {                                   \
-    return compiled_backward<BackwardVariant<dtype, Dims##head_dims, mask_name, score, policies>>(); \
+#define DASH_BACKWARD_VARIANT(dtype, head_dims, mask_name, score, policies)                       \
+  if (policies::contains(a.policy) && serves<dtype, Dims##head_dims, mask_name, score>(a, mask)) { \
+    using Found = BackwardVariant<dtype, Dims##head_dims, mask_name, score, policies>;            \
+    if (Found::kMayCarry || !a.carries()) { return compiled_backward<Found>(); }                  \
   }
 #include "built_variants.def"
 #undef DASH_BACKWARD_VARIANT

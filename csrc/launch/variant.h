@@ -42,12 +42,8 @@ struct Plain {
   using Score = PlainScore;
 };
 
-struct Softcap {
-  using Score = SoftcapScore;
-};
-
-struct Alibi {
-  using Score = AlibiScore;
+struct Changed {
+  using Score = ChangedScore;
 };
 
 struct Dropout {
@@ -60,11 +56,6 @@ using OrderedAndYardsticks = PolicySet<Policy::kDescending, Policy::kAtomic, Pol
 using Shift = PolicySet<Policy::kShift>;
 using SymmetricShift = PolicySet<Policy::kSymmetricShift>;
 using OrderFree = PolicySet<Policy::kOrderFree>;
-
-// Those in which a call may be a chunk of keys by a chunk of queries, whose sums other chunks have begun or go on with.
-struct Carried : PolicySet<Policy::kDescending, Policy::kSpt> {
-  static constexpr bool kCarries = true;
-};
 
 template <int kQkDim, int kValueDim = kQkDim>
 struct Dims {

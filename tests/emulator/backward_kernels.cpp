@@ -8,9 +8,8 @@ namespace {
 
 template <typename Dtype, typename Mask, typename Score, typename Policies>
 const BackwardKernel* kernel_of_policies() {
-  constexpr bool kDrops = Score::Score::kKind == ScoreKind::kDropout;
-  constexpr CallKind kCall{Mask::kKind, EMULATED_DIMS::kDims, Score::Score::kKind != ScoreKind::kPlain && !kDrops,
-                           kDrops, Mask::kKind == MaskKind::kColumns};
+  constexpr CallKind kCall{Mask::kKind, EMULATED_DIMS::kDims, Score::Score::kChangesLogits, Score::Score::kDrops,
+                           Mask::kKind == MaskKind::kColumns};
   if constexpr (has_kernel(Policies::kAny, kCall) && emulator::is_built<Dtype, Mask, Score, Policies>()) {
     return &compiled_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, Policies>>();
   }
@@ -22,7 +21,7 @@ template <typename Dtype>
 const BackwardKernel& kernel_of(const BackwardArguments& a, const MaskRule& mask) {
   const BackwardKernel* found = nullptr;
   const auto serve = [&]<typename Mask, typename Score>(Mask, Score) {
-    if (mask.kind != Mask::kKind || score_kind(a) != Score::Score::kKind) { return; }
+    if (mask.kind != Mask::kKind || !Score::Score::serves(score_kind(a))) { return; }
     found = a.policy == Policy::kShift       ? kernel_of_policies<Dtype, Mask, Score, Shift>()
             : a.policy == Policy::kOrderFree ? kernel_of_policies<Dtype, Mask, Score, OrderFree>()
                                              : kernel_of_policies<Dtype, Mask, Score, Ordered>();
@@ -33,10 +32,9 @@ const BackwardKernel& kernel_of(const BackwardArguments& a, const MaskRule& mask
   serve(Windowed{}, Plain{});
   serve(Columns{}, Plain{});
   if constexpr (kDim == 64 || kDim == 256) {
-    serve(Windowed{}, Softcap{});
-    serve(Windowed{}, Alibi{});
+    serve(Windowed{}, Changed{});
   }
-  if constexpr (kDim == 256) { serve(Causal{}, Softcap{}); }
+  if constexpr (kDim == 256) { serve(Causal{}, Changed{}); }
   if constexpr (kDim == 96 || kDim == 256) { serve(Windowed{}, Dropout{}); }
   if (!found) { emulator::fail_without_kernel(); }
   return *found;

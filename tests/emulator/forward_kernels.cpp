@@ -11,7 +11,7 @@ template <typename Dtype>
 const ForwardKernel& kernel_of(const ForwardArguments& a, const MaskRule& mask) {
   const ForwardKernel* found = nullptr;
   const auto serve = [&]<typename Mask, typename Score>(Mask, Score) {
-    if (mask.kind != Mask::kKind || score_kind(a) != Score::Score::kKind) { return; }
+    if (mask.kind != Mask::kKind || !Score::Score::serves(score_kind(a))) { return; }
     if constexpr (emulator::is_built<Dtype, Mask, Score>()) {
       found = &compiled_forward<ForwardVariant<Dtype, EMULATED_DIMS, Mask, Score>>();
     }
@@ -20,15 +20,14 @@ const ForwardKernel& kernel_of(const ForwardArguments& a, const MaskRule& mask) 
   serve(Causal{}, Plain{});
   serve(Windowed{}, Plain{});
   serve(Columns{}, Plain{});
-  serve(Windowed{}, Softcap{});
-  serve(Windowed{}, Alibi{});
+  serve(Windowed{}, Changed{});
   serve(Windowed{}, Dropout{});
   constexpr int kDim = EMULATED_DIMS::kDims.qk;
   if constexpr (kDim == 64 || kDim == 128) {
     serve(Full{}, Dropout{});
     serve(Causal{}, Dropout{});
   }
-  if constexpr (kDim == 96 || kDim == 128 || kDim == 256) { serve(Causal{}, Softcap{}); }
+  if constexpr (kDim == 96 || kDim == 128 || kDim == 256) { serve(Causal{}, Changed{}); }
   if (!found) { emulator::fail_without_kernel(); }
   return *found;
 }

@@ -58,7 +58,7 @@ template <typename Variant, int kColumns>
 __device__ __forceinline__ void begin_sum(const KernelParams& params, const WorkTile& work,
                                           Gradient<Variant, kColumns>& gradient, bool is_dk) {
   gradient.clear();
-  if constexpr (Variant::kCarries) {
+  if constexpr (Variant::kMayCarry) {
     begin_carried_sum(params, first_float_of_sum<Variant>(work, is_dk), int(is_dk), registers_of(gradient));
   }
 }
@@ -79,11 +79,15 @@ __device__ __forceinline__ bool reduce_splits(const KernelParams& params, const 
   return is_last;
 }
 
-// Returns whether the gradient is complete. If not, it is left to the next call.
+// Returns whether the gradient is complete once the sums of the previous splits are added. If not, it is left to whoever
+// continues it.
 template <typename Variant, int kColumns>
-__device__ __forceinline__ bool end_part(const KernelParams& params, const WorkTile& work,
-                                         Gradient<Variant, kColumns>& gradient, bool is_dk) {
-  return end_carried_sum(params, first_float_of_sum<Variant>(work, is_dk), int(is_dk), registers_of(gradient));
+__device__ __forceinline__ bool is_complete(const KernelParams& params, const WorkTile& work,
+                                            Gradient<Variant, kColumns>& gradient, bool is_dk) {
+  if (Variant::kMayCarry && params.carried.exist) {
+    return end_carried_sum(params, first_float_of_sum<Variant>(work, is_dk), int(is_dk), registers_of(gradient));
+  }
+  return work.splits == 1 || reduce_splits<Variant>(params, work, gradient, is_dk);
 }
 
 template <typename Variant, int kColumns>

@@ -216,8 +216,7 @@ class Consumer {
     const WorkTile& work = this->work();
     shared_.v_full.wait(tile().parity());
     shared_.p_empty.wait(Once{step_}.empty_parity());
-    if (Variant::kCarries ? end_part<Variant>(params_, work, dv, false)
-                          : work.splits == 1 || reduce_splits<Variant>(params_, work, dv, false)) {
+    if (is_complete<Variant>(params_, work, dv, false)) {
       if constexpr (Score::kDrops) { dv.scale(params_.dropout.scale); }
       store_gradient<Variant>(params_.dv, shared_.v, params_, work, dv, kValueBarrier);
     }
@@ -271,7 +270,7 @@ class Consumer {
     const uint32_t p = transposed_address<Swizzle, Variant::kKey>(shared_.p, thread_ / 32, thread_ % 32);
     const RowPair delta = statistics_of(shared_.delta[slot], thread_);
     RowPair lse{};
-    if constexpr (Score::kHasDerivative) { lse = statistics_of(shared_.lse[query_stage().slot()], thread_); }
+    if constexpr (Score::kChangesLogits) { lse = statistics_of(shared_.lse[query_stage().slot()], thread_); }
     RoundedScores ds;
 #pragma unroll
     for (int k = 0; k < Variant::kKey / kProductDepth; ++k) {
@@ -367,8 +366,7 @@ class Consumer {
   __device__ __forceinline__ void store_dk(Dk& dk) {
     const WorkTile& work = this->work();
     sync_warpgroup(kKeyBarrier);
-    if (Variant::kCarries ? end_part<Variant>(params_, work, dk, true)
-                          : work.splits == 1 || reduce_splits<Variant>(params_, work, dk, true)) {
+    if (is_complete<Variant>(params_, work, dk, true)) {
       dk.scale(params_.scale_of_sums);
       store_gradient<Variant>(params_.dk, shared_.k, params_, work, dk, kKeyBarrier);
     }

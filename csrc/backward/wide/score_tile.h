@@ -65,9 +65,11 @@ __device__ __forceinline__ void score_gradient(RegisterSlice& p, const float (&d
     const int number = 8 * slice + 2 * i;
     float low = Score::keep(bits, number, dp[number]) - delta.of[row];
     float high = Score::keep(bits, number + 1, dp[number + 1]) - delta.of[row];
-    if constexpr (Score::kHasDerivative) {
-      low *= Score::derivative(probability.x, lse.of[row], params);
-      high *= Score::derivative(probability.y, lse.of[row], params);
+    if constexpr (Score::kChangesLogits) {
+      if (!params.has_slopes()) {
+        low *= Score::derivative(probability.x, lse.of[row], params);
+        high *= Score::derivative(probability.y, lse.of[row], params);
+      }
     }
     p[i] = pack<Element>(probability.x * low, probability.y * high);
   }
