@@ -43,12 +43,12 @@ def test_list_of_variants_is_complete():
     for dtype, dims in itertools.product(("BFloat16", "Float16"), ("64", "96", "128", "192x128", "192", "256")):
         head_dims = dict(zip(("head_dim", "value_head_dim"), map(int, dims.split("x"))))
         kernels = [("Full", "Plain"), ("Causal", "Plain"), *(("Windowed", s) for s in ("Plain", "Changed"))]
-        kernels += [("Windowed", "Dropout"), *[("Causal", "Changed")] * (dims in capped_causal)]
+        kernels += [("Windowed", "Dropout"), *[("Causal", "Softcap")] * (dims in capped_causal)]
         kernels += [("Full", "Dropout"), ("Causal", "Dropout")] * (dims in dropped)
         for mask, score in kernels:
             forward.add((dtype, dims, mask, score))
             call = dict(causal=mask == "Causal", window=(0, 0) if mask == "Windowed" else (-1, -1))
-            scores = dict(changed_scores=score == "Changed", dropout=score == "Dropout")
+            scores = dict(changed_scores=score in ("Softcap", "Changed"), dropout=score == "Dropout")
             policies = schedule.fitting(**call, **head_dims, **scores)
             backward |= {(dtype, dims, mask, score, SETS.get(name, "Ordered")) for name in policies}
         forward.add((dtype, dims, "Columns", "Plain"))

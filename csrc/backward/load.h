@@ -152,10 +152,10 @@ class Loader {
     const int query_tile = step.query_tile, head = step.head();
     const Lse lse = read_lse(work, query_tile, head);
     float slope = 0.f;
-    if constexpr (Variant::Score::kChangesLogits && Variant::kWide) { slope = params_.score.slope(work.batch, head); }
+    if constexpr (Variant::Score::kMayHaveSlopes && Variant::kWide) { slope = params_.score.slope(work.batch, head); }
     shared_.q_empty[slot].wait(stage.empty_parity());
     if (is_leader()) {
-      if constexpr (Variant::Score::kChangesLogits && Variant::kWide) { shared_.slope[slot] = slope; }
+      if constexpr (Variant::Score::kMayHaveSlopes && Variant::kWide) { shared_.slope[slot] = slope; }
       if constexpr (Variant::Score::kDrops) { shared_.head[slot] = head; }
       load_query_tile<Variant::kQkDim>(params_.q, full, shared_.q[slot], work, query_tile, head);
       shared_.step[slot] = {query_tile, step.is(PlannedStep::kNeedsMasking)};
@@ -176,7 +176,7 @@ class Loader {
     shared_.dout_empty[slot].wait(stage.empty_parity());
     if (!is_leader()) { return; }
     // S, which waits for the Q that follows, needs the slope. Whoever has released dO has also read the slope.
-    if constexpr (Variant::Score::kChangesLogits && !Variant::kWide) {
+    if constexpr (Variant::Score::kMayHaveSlopes && !Variant::kWide) {
       shared_.slope[slot] = params_.score.slope(work.batch, head);
     }
     if constexpr (Variant::kMayFinishDq) {

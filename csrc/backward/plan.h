@@ -39,11 +39,7 @@ class Planner {
   __device__ __forceinline__ void plan_work_tile(const WorkTile& work) {
     using Order = dash_attn::Order<kPolicy>;
     const bool ordered = is_ordered<kPolicy>(work);
-    // Built again for each use, because there are no registers to keep it.
-    const auto grid = [&] {
-      compiler_fence();
-      return Variant::grid(work.sequence, params_.window);
-    };
+    const auto grid = [&] { return grid_of(work); };
     bool is_last = work.steps == 0;
     bool is_first = true;
     WorkStep at{0, 0};
@@ -53,28 +49,27 @@ class Planner {
         next = next_divided_step<kPolicy>(grid(), work.kv_tile, work.visits, at, work.query_heads);
         is_last = next.head == work.query_heads;
       } else {
-        const int steps_of_head = grid().query_tiles_of(work.kv_tile).count;
+        const int steps_of_head = work.query_tiles.count;
         next = next_step(are_heads_together<kPolicy>(), at, work.query_heads, steps_of_head);
         is_last = is_end(are_heads_together<kPolicy>(), next, work.query_heads, steps_of_head);
       }
       shared_.plan_empty[plan_.slot()].wait(plan_.empty_parity());
       PlannedStep& planned = shared_.plan[plan_.slot()];
-      const int query_tile = Order::visit(grid(), work.kv_tile, at.step);
+      int query_tile;
+      if constexpr (Order::kFollowsRanges) {
+        query_tile = Order::visit_among(work.query_tiles, at.step);
+      } else {
+        query_tile = Order::visit(grid(), work.kv_tile, at.step);
+      }
       planned.query_tile = query_tile;
       planned.dq_tile = work.first_dq_tile + at.head * grid().query_tiles() + query_tile;
-      const int rank = Order::rank(grid(), work.kv_tile, query_tile);
-      planned.rank = rank;
+      const Place place = place_of<kPolicy>(work, query_tile);
+      planned.rank = place.rank;
       int packed = ((work.first_query_head + at.head) << PlannedStep::kHeadShift) +
                    (ordered ? PlannedStep::kIsOrdered : 0) + (is_last ? PlannedStep::kIsLast : 0);
       if constexpr (Variant::kMayFinishDq) {
-        const bool finishes = params_.finishes_dq && rank + 1 == grid().kv_tiles_of(query_tile).count;
-        packed += (finishes ? PlannedStep::kFinishesDq : 0) + (is_first ? PlannedStep::kIsFirst : 0);
+        packed += finishing_flags(place.rank, place.kv_tiles) + (is_first ? PlannedStep::kIsFirst : 0);
         is_first = false;
-        if (finishes && rank > 0) {
-          const int buffer = 1 << plan_.count % Variant::kDqSlots;
-          if (shared_.sum_parities & buffer) { packed += PlannedStep::kIsOddSum; }
-          shared_.sum_parities ^= buffer;
-        }
       }
       if (grid().needs_masking(query_tile, work.kv_tile)) { packed += PlannedStep::kNeedsMasking; }
       planned.packed = packed;
@@ -116,6 +111,29 @@ class Planner {
         head += ends_head;
         query_tile = ends_head ? visits.last : visits.last_before(query_tile);
       }
+    }
+  }
+
+  // Built again for each use, because there are no registers to keep it.
+  __device__ __forceinline__ TileGrid grid_of(const WorkTile& work) const {
+    compiler_fence();
+    return Variant::grid(work.sequence, params_.window);
+  }
+
+  // The place of the work tile's partial in the sum of a query tile, and how many there are.
+  struct Place {
+    int rank, kv_tiles;
+  };
+
+  template <Policy kPolicy>
+  __device__ __forceinline__ Place place_of(const WorkTile& work, int query_tile) const {
+    using Order = dash_attn::Order<kPolicy>;
+    if constexpr (Order::kFollowsRanges) {
+      const Range kv_tiles = grid_of(work).kv_tiles_of(query_tile);
+      return {Order::rank_among(kv_tiles, work.kv_tile), kv_tiles.count};
+    } else {
+      const int rank = Order::rank(grid_of(work), work.kv_tile, query_tile);
+      return {rank, Variant::kMayFinishDq ? grid_of(work).kv_tiles_of(query_tile).count : 0};
     }
   }
 

@@ -65,7 +65,7 @@ struct alignas(1024) SharedStorage {
   float lse[kStages][Variant::kQuery];        // base 2
   float delta[kStages][Variant::kQuery];      // D = rowsum(dO * O)
   StepTile step[kStages];
-  float slope[Variant::Score::kChangesLogits ? kStages : 1];  // the ALiBi slope of the step's head
+  float slope[Variant::Score::kMayHaveSlopes ? kStages : 1];  // the ALiBi slope of the step's head
   int head[Variant::Score::kDrops ? kStages : 1];        // the head of the step, for its bits of dropout
   std::conditional_t<Variant::kMayFinishDq && Variant::kOrderFree, OtherPartials, Empty> others[kStages];
   // For order-free sums: the scales of the tile's rows, whose units the partial is rounded to, and the tile's number,

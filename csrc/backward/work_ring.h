@@ -109,8 +109,7 @@ __device__ __forceinline__ bool write_work(SharedStorage<Variant>& shared, WorkT
   scheduler.fill_in(work, grid);
   compiler_fence();
   if constexpr (!Variant::kHasColumns) {
-    work.steps =
-        scheduler.template steps_of<Variant::Policies::kAny>(work, Variant::grid(work.sequence, params.window));
+    scheduler.template fill_in_steps<Variant::Policies::kAny>(work, Variant::grid(work.sequence, params.window));
   }
   compiler_fence();
   if (pack.is_pack()) { scheduler.move_into_pack(work, pack.sequences[work.packed]); }

@@ -37,9 +37,9 @@ struct BackwardPack : HostPack {
     PackView const pack = plan.view();
     TileScheduler common{};
     common.policy = rule.policy;
-    common.kv_heads = Divisor(kv_heads);
+    common.kv_heads = kv_heads;
     common.group_size = rule.group_size;
-    int const place = pack.place_of(number, Divisor(kv_heads));
+    int const place = pack.place_of(number, kv_heads);
     PackedSequence const& sequence = pack.sequences[place];
     TileScheduler const alone = with_turns ? common.of(sequence).with_turns() : common.of(sequence);
     TileGrid const grid{rule.tiling, mask_of(rule.mask, alone.sequence)};

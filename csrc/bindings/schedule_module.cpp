@@ -64,9 +64,8 @@ Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int6
   rule.window.keys_before = in_range("keys_before", keys_before, 0, kMostRowsAway + 1);
   TileGrid const grid{{as_int(tile_q), as_int(tile_k), as_int(cta_group)}, mask_of(rule, sequence)};
   constexpr Policy kGivenAtEachCall = Policy::kAscending;
-  TileScheduler const scheduler{sequence,      kGivenAtEachCall,          as_int(splits),
-                                as_int(batch), Divisor(as_int(kv_heads)), as_int(group_size),
-                                as_int(head_swizzle), as_int(last_heads)};
+  TileScheduler const scheduler{sequence,         kGivenAtEachCall,   as_int(splits),       as_int(batch),
+                                as_int(kv_heads), as_int(group_size), as_int(head_swizzle), as_int(last_heads)};
   if (batch * kv_heads > (((int64_t{1} << 31) - 1) / (grid.kv_tiles() + 1)) / splits) {
     throw py::value_error("batch * kv_heads * splits * KV tiles must be below 2^31, got " + std::to_string(batch) +
                           " * " + std::to_string(kv_heads) + " * " + std::to_string(splits) + " * " +

@@ -32,6 +32,8 @@ namespace dash_attn {
 //   steps(grid, kv, visits)    and the steps of a head that these are
 //   visit(grid, kv, step)      query tile at `step`, 0 <= step < grid.query_tiles_of(kv).count
 //   rank(grid, kv, q)          place of KV tile `kv` in dQ_q, 0 <= rank < grid.kv_tiles_of(q).count, q live for kv
+//   kFollowsRanges             whether these two follow from grid.query_tiles_of(kv) and grid.kv_tiles_of(q) alone, and
+//                              are visit_among and rank_among of them, which takes the kernels fewer instructions
 //   kHeadsTogether             whether all query heads of a work tile take a step before any takes the next, but for
 //                              windows (heads_together)
 template <Policy P>
@@ -85,7 +87,7 @@ DASH_HOST_DEVICE constexpr bool is_end(bool heads_together, WorkStep at, int hea
 inline constexpr int kMostTilesOfDivided = (1 << 16) - 1;
 
 struct Undivided {
-  static constexpr bool kDivided = false;
+  static constexpr bool kDivided = false, kFollowsRanges = false;
   DASH_HOST_DEVICE static constexpr Visits visits(TileGrid const&, int /*group*/) { return Visits::kAll; }
   DASH_HOST_DEVICE static constexpr Range steps(TileGrid const& grid, int kv, Visits) {
     return {0, grid.query_tiles_of(kv).count};
@@ -105,20 +107,24 @@ struct AscendingGroups : Undivided {
 
 // Partials of dQ are added in ascending order of KV tiles.
 struct AscendingRanks {
+  DASH_HOST_DEVICE static constexpr int rank_among(Range kv_tiles, int kv) { return kv - kv_tiles.first; }
   DASH_HOST_DEVICE static constexpr int rank(TileGrid const& grid, int kv, int query_tile) {
-    return kv - grid.kv_tiles_of(query_tile).first;
+    return rank_among(grid.kv_tiles_of(query_tile), kv);
   }
 };
 
 // Query tiles upwards from the first live tile.
-template <>
-struct Order<Policy::kAscending> : AscendingGroups, AscendingRanks {
-  static constexpr int kCtaGroup = 1;
-  static constexpr bool kHeadsTogether = false;
-
+struct UpwardVisits {
+  DASH_HOST_DEVICE static constexpr int visit_among(Range query_tiles, int step) { return query_tiles.first + step; }
   DASH_HOST_DEVICE static constexpr int visit(TileGrid const& grid, int kv, int step) {
-    return grid.query_tiles_of(kv).first + step;
+    return visit_among(grid.query_tiles_of(kv), step);
   }
+};
+
+template <>
+struct Order<Policy::kAscending> : AscendingGroups, AscendingRanks, UpwardVisits {
+  static constexpr int kCtaGroup = 1;
+  static constexpr bool kHeadsTogether = false, kFollowsRanges = true;
 };
 
 // Query tiles downwards from the last live tile: under the causal mask all KV tiles start at the same one, and none
@@ -128,10 +134,13 @@ struct Order<Policy::kAscending> : AscendingGroups, AscendingRanks {
 template <>
 struct Order<Policy::kDescending> : AscendingGroups, AscendingRanks {
   static constexpr int kCtaGroup = 1;
-  static constexpr bool kHeadsTogether = true;
+  static constexpr bool kHeadsTogether = true, kFollowsRanges = true;
 
+  DASH_HOST_DEVICE static constexpr int visit_among(Range query_tiles, int step) {
+    return query_tiles.end() - 1 - step;
+  }
   DASH_HOST_DEVICE static constexpr int visit(TileGrid const& grid, int kv, int step) {
-    return grid.query_tiles_of(kv).end() - 1 - step;
+    return visit_among(grid.query_tiles_of(kv), step);
   }
 };
 
@@ -146,19 +155,17 @@ struct Order<Policy::kAtomic> : Order<Policy::kDescending> {};
 // Shortest first: KV tiles are taken and added from the last to the first, with query tiles upwards from the first live
 // tile.
 template <>
-struct Order<Policy::kSpt> : Undivided {
+struct Order<Policy::kSpt> : Undivided, UpwardVisits {
   static constexpr int kCtaGroup = 1;
-  static constexpr bool kHeadsTogether = false;
+  static constexpr bool kHeadsTogether = false, kFollowsRanges = true;
 
   DASH_HOST_DEVICE static constexpr int groups(TileGrid const& grid) { return AscendingGroups::groups(grid); }
   DASH_HOST_DEVICE static constexpr int kv_tile(TileGrid const& grid, int group, int cta_rank) {
     return max_int(-1, grid.kv_tiles() - 1 - (group * grid.tiling.cta_group + cta_rank));
   }
-  DASH_HOST_DEVICE static constexpr int visit(TileGrid const& grid, int kv, int step) {
-    return grid.query_tiles_of(kv).first + step;
-  }
+  DASH_HOST_DEVICE static constexpr int rank_among(Range kv_tiles, int kv) { return kv_tiles.end() - 1 - kv; }
   DASH_HOST_DEVICE static constexpr int rank(TileGrid const& grid, int kv, int query_tile) {
-    return grid.kv_tiles_of(query_tile).end() - 1 - kv;
+    return rank_among(grid.kv_tiles_of(query_tile), kv);
   }
 };
 
@@ -170,7 +177,7 @@ struct Order<Policy::kSpt> : Undivided {
 template <>
 struct Order<Policy::kShift> {
   static constexpr int kCtaGroup = 1;
-  static constexpr bool kHeadsTogether = false;
+  static constexpr bool kHeadsTogether = false, kFollowsRanges = false;
   static constexpr bool kDivided = divides(Policy::kShift);
 
   DASH_HOST_DEVICE static constexpr int groups(TileGrid const& grid) { return 2 * grid.kv_tiles(); }

@@ -5,8 +5,9 @@
 //   apply           turns the products of a fragment into x in place; the logit is x times ScoreParams::scale_log2, in
 //                   base 2. bias_of() returns what depends on heads and positions: slope(i) and distance(i) of
 //                   register i, where the distance may have either sign
-//   kChangesLogits  whether dS may have to be multiplied by derivative(), because the logit is not linear in the
-//                   product, and whether the logit may depend on the head and on the distance between query and key
+//   kChangesLogits  whether dS is multiplied by derivative(), because the logit is not linear in the product
+//   kMayHaveSlopes  whether the logit may depend on the head and on the distance between query and key instead. The
+//                   derivative is then that of the product
 //   kDrops          whether dropout follows the softmax; keep() then zeroes a dropped element
 #pragma once
 
@@ -34,7 +35,7 @@ struct ScoreParams {
 
 // logit = softmax_scale * product. The derivative, softmax_scale, is constant, and scales dQ and dK at the end.
 struct UnchangedScore {
-  static constexpr bool kChangesLogits = false, kDrops = false;
+  static constexpr bool kChangesLogits = false, kMayHaveSlopes = false, kDrops = false;
 
   template <typename Bias, int kSize>
   static __device__ __forceinline__ void apply(float (&)[kSize], const Bias&, const ScoreParams&) {}
@@ -61,32 +62,38 @@ struct DropoutScore : UnchangedScore {
   }
 };
 
-// One of two, as the call asks:
-//   logit = softcap * tanh(softmax_scale * product / softcap)                   (Gemma 2, arXiv 2408.00118)
-//   logit = softmax_scale * product - slope * |query's own key - key|           (ALiBi, arXiv 2108.12409)
-// Slopes have no gradient.
-struct ChangedScore : UnchangedScore {
-  static constexpr bool serves(ScoreKind kind) { return kind == ScoreKind::kSoftcap || kind == ScoreKind::kAlibi; }
+// logit = softcap * tanh(softmax_scale * product / softcap) (Gemma 2, arXiv 2408.00118).
+struct SoftcapScore : UnchangedScore {
+  static constexpr bool serves(ScoreKind kind) { return kind == ScoreKind::kSoftcap; }
   static constexpr bool kChangesLogits = true;
+
+  template <typename Bias, int kSize>
+  static __device__ __forceinline__ void apply(float (&products)[kSize], const Bias&, const ScoreParams& params) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) { products[i] = ptx::tanh_approx(products[i] * params.product_factor); }
+  }
+
+  // 1 - tanh^2, computed from the probability e^logit / e^LSE, so that tanh need not be kept. `lse` is in base 2. An
+  // element whose probability is zero has no gradient either.
+  static __device__ __forceinline__ float derivative(float probability, float lse, const ScoreParams& params) {
+    const float tanh = (ptx::log2_approx(probability) + lse) * params.inverse_scale_log2;
+    return fmaxf(fmaf(-tanh, tanh, 1.f), 0.f);
+  }
+};
+
+// The softcap or, if the call has slopes, logit = softmax_scale * product - slope * |query's own key - key| (ALiBi,
+// arXiv 2108.12409). Slopes have no gradient.
+struct ChangedScore : SoftcapScore {
+  static constexpr bool serves(ScoreKind kind) { return kind == ScoreKind::kSoftcap || kind == ScoreKind::kAlibi; }
+  static constexpr bool kMayHaveSlopes = true;
 
   template <typename Bias, int kSize>
   static __device__ __forceinline__ void apply(float (&products)[kSize], const Bias& bias_of,
                                                const ScoreParams& params) {
-    if (params.has_slopes()) {
-      const auto bias = bias_of();
+    if (!params.has_slopes()) { return SoftcapScore::apply(products, bias_of, params); }
+    const auto bias = bias_of();
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) { products[i] = fmaf(-bias.slope(i), fabsf(bias.distance(i)), products[i]); }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) { products[i] = ptx::tanh_approx(products[i] * params.product_factor); }
-    }
-  }
-
-  // The softcap's: 1 - tanh^2, computed from the probability e^logit / e^LSE, so that tanh need not be kept. `lse` is
-  // in base 2. An element whose probability is zero has no gradient either.
-  static __device__ __forceinline__ float derivative(float probability, float lse, const ScoreParams& params) {
-    const float tanh = (ptx::log2_approx(probability) + lse) * params.inverse_scale_log2;
-    return fmaxf(fmaf(-tanh, tanh, 1.f), 0.f);
+    for (int i = 0; i < kSize; ++i) { products[i] = fmaf(-bias.slope(i), fabsf(bias.distance(i)), products[i]); }
   }
 };
 

@@ -69,8 +69,10 @@ class Loader {
     return int(gridDim.x) + taken;
   }
 
-  // Whether a KV tile is found while the one before it is loaded. Beside slopes there are no registers for that.
-  static constexpr bool kFindsEarly = kHasPages && !Variant::Score::kChangesLogits;
+  // Whether a KV tile is found while the one before it is loaded. There are no registers for that beside slopes nor,
+  // with three consumers, beside the places of the outputs.
+  static constexpr bool kFindsEarly = kHasPages && !Variant::Score::kChangesLogits &&
+                                      !(Variant::kConsumers == 3 && Variant::kOutputInValues);
 
   struct Tile : AnnouncedTile {
     RowOrigin key_rows;

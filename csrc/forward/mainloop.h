@@ -60,7 +60,7 @@ class Consumer {
       if (end != kNoMoreTiles) {
         const Sequence sequence = sequence_of_tile();
         next = Rows(params_, sequence, end, consumer_, loaded_tiles(sequence, end), live_tiles_of_rows());
-        if constexpr (Score::kChangesLogits) { set_slopes(next); }
+        if constexpr (Score::kMayHaveSlopes) { set_slopes(next); }
         if constexpr (Variant::kKeepsRowOfBits) { next.bits.first = bits().find(next); }
       }
       if (Variant::kCrosses && rows.kv.count > 0 && next.kv.count > 0 && may_cross(rows, next)) {

@@ -51,7 +51,7 @@ struct WarpgroupRows {
   Range kv;
   int passed_before;   // KV tiles loaded before those for other rows of the query tile
   int passed_after;    // KV tiles loaded after them
-  std::conditional_t<Variant::Score::kChangesLogits, RowSlopes, Empty> slopes;
+  std::conditional_t<Variant::Score::kMayHaveSlopes, RowSlopes, Empty> slopes;
   std::conditional_t<Variant::kKeepsRowOfBits, RowBits, Empty> bits;
 
   WarpgroupRows() = default;

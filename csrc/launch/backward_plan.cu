@@ -28,7 +28,7 @@ int splits_of(const BackwardArguments& a, const TileGrid& grid) {
 TileScheduler make_scheduler(const BackwardArguments& a, const TileGrid& grid) {
   TileScheduler s{};
   s.policy = a.policy;
-  s.kv_heads = Divisor(a.kv_heads);
+  s.kv_heads = a.kv_heads;
   s.group_size = a.group_size();
   if (a.is_pack()) { return s; }  // the rest is in the pack's plan, for each sequence
   const HeadDims padded = a.padded_head_dims();

@@ -15,8 +15,9 @@ inline ScoreKind score_kind(const AttentionArguments& a) {
   return a.softcap > 0 ? ScoreKind::kSoftcap : a.alibi_slopes ? ScoreKind::kAlibi : ScoreKind::kPlain;
 }
 
-// The call's mask as its kernel sees it. Calls that carry sums and calls that read pages have the kernels of windows: the
-// former are so long that the planner's additional arithmetic does not show, and the latter wait for memory. In kernels for masks by key columns the rest of the mask is a window, too.
+// The call's mask as its kernel sees it. Calls that carry sums and calls that read pages have the kernels of windows:
+// the former are so long that the planner's additional arithmetic does not show, and the latter wait for memory. In
+// kernels for masks by key columns the rest of the mask is a window, too.
 inline MaskRule kernel_mask(const AttentionArguments& a, bool as_window, bool has_columns) {
   if (as_window) { return {MaskKind::kWindow, a.mask.as_window()}; }
   if (has_columns) { return {MaskKind::kColumns, a.mask.as_window()}; }

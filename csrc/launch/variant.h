@@ -42,6 +42,10 @@ struct Plain {
   using Score = PlainScore;
 };
 
+struct Softcap {
+  using Score = SoftcapScore;
+};
+
 struct Changed {
   using Score = ChangedScore;
 };

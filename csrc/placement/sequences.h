@@ -118,7 +118,8 @@ struct PackView {
   DASH_HOST_DEVICE constexpr bool is_pack() const { return sequences != nullptr; }
 
   // The place in `sequences` of the sequence to which a number of the pack's work belongs.
-  DASH_HOST_DEVICE constexpr int place_of(int number, Divisor const& numbers_of_unit) const {
+  template <typename Number>  // int, or a Divisor where there are registers for its division
+  DASH_HOST_DEVICE constexpr int place_of(int number, Number const& numbers_of_unit) const {
     return of_unit[number / numbers_of_unit];
   }
 };

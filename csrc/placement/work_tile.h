@@ -40,6 +40,7 @@ struct WorkTile : WorkPlace {
   int first_query_head, query_heads;
   int first_dq_tile;     // index, among the query tiles of all heads of all sequences, of the first query head's first
   int split_tile;        // index among the KV tiles of all KV heads of all sequences
+  Range query_tiles;     // those that see the KV tile; unset if the KV tile is divided or does not exist
   int steps;             // over the query tiles and the query heads; may be 0
   int q_outer, k_outer;  // the position of its rows: RowOrigin
   int packed;            // in a pack, the sequence's place in PackView::sequences
@@ -55,8 +56,7 @@ struct TileScheduler {
   Policy policy;
   int splits;  // splits.h
 
-  int batch;
-  Divisor kv_heads;
+  int batch, kv_heads;
   int group_size;  // query heads that share one KV head
 
   // Heads, here (sequence, KV head, split)s, are interleaved in batches of head_swizzle; the final last_heads form one
@@ -191,9 +191,17 @@ struct TileScheduler {
     work.q_outer = work.k_outer = work.batch;
   }
 
+  // Then the steps.
   template <Policy P>
-  DASH_HOST_DEVICE static constexpr int steps_of(WorkTile const& work, TileGrid const& grid) {
-    return work.kv_tile < 0 ? 0 : Order<P>::steps(grid, work.kv_tile, work.visits).count * work.query_heads;
+  DASH_HOST_DEVICE static constexpr void fill_in_steps(WorkTile& work, TileGrid const& grid) {
+    if (work.kv_tile < 0) {
+      work.steps = 0;
+    } else if constexpr (Order<P>::kDivided) {
+      work.steps = Order<P>::steps(grid, work.kv_tile, work.visits).count * work.query_heads;
+    } else {
+      work.query_tiles = grid.query_tiles_of(work.kv_tile);
+      work.steps = work.query_tiles.count * work.query_heads;
+    }
   }
 
   DASH_HOST_DEVICE constexpr void move_into_pack(WorkTile& work, PackedSequence const& s) const {
@@ -214,7 +222,7 @@ struct TileScheduler {
     WorkTile work{};
     static_cast<WorkPlace&>(work) = place;
     fill_in(work, grid);
-    work.steps = steps_of<P>(work, grid);
+    fill_in_steps<P>(work, grid);
     return work;
   }
 };

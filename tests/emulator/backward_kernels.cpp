@@ -34,7 +34,7 @@ const BackwardKernel& kernel_of(const BackwardArguments& a, const MaskRule& mask
   if constexpr (kDim == 64 || kDim == 256) {
     serve(Windowed{}, Changed{});
   }
-  if constexpr (kDim == 256) { serve(Causal{}, Changed{}); }
+  if constexpr (kDim == 256) { serve(Causal{}, Softcap{}); }
   if constexpr (kDim == 96 || kDim == 256) { serve(Windowed{}, Dropout{}); }
   if (!found) { emulator::fail_without_kernel(); }
   return *found;

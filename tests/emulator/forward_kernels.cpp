@@ -27,7 +27,7 @@ const ForwardKernel& kernel_of(const ForwardArguments& a, const MaskRule& mask) 
     serve(Full{}, Dropout{});
     serve(Causal{}, Dropout{});
   }
-  if constexpr (kDim == 96 || kDim == 128 || kDim == 256) { serve(Causal{}, Changed{}); }
+  if constexpr (kDim == 96 || kDim == 128 || kDim == 256) { serve(Causal{}, Softcap{}); }
   if (!found) { emulator::fail_without_kernel(); }
   return *found;
 }

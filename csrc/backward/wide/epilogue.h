@@ -79,8 +79,8 @@ __device__ __forceinline__ bool reduce_splits(const KernelParams& params, const 
   return is_last;
 }
 
-// Returns whether the gradient is complete once the sums of the previous splits are added. If not, it is left to whoever
-// continues it.
+// Returns whether the gradient is complete once the sums of the previous splits are added. If not, it is left to
+// whoever continues it.
 template <typename Variant, int kColumns>
 __device__ __forceinline__ bool is_complete(const KernelParams& params, const WorkTile& work,
                                             Gradient<Variant, kColumns>& gradient, bool is_dk) {

@@ -20,7 +20,7 @@ struct alignas(1024) SharedStorage<Variant, true> {
   float lse[Variant::kStages][Variant::kQuery];                             // base 2
   float delta[Variant::kDoutStages][Variant::kQuery];                       // D = rowsum(dO * O)
   StepTile step[Variant::kStages];
-  float slope[Variant::Score::kChangesLogits ? Variant::kStages : 1];  // the ALiBi slope of the step's head
+  float slope[Variant::Score::kMayHaveSlopes ? Variant::kStages : 1];  // the ALiBi slope of the step's head
   PlannedStep plan[Variant::kPlanSlots];
   WorkTile work[Variant::kWorkSlots];
   int work_number[Variant::kWorkSlots];  // in clusters, the number that the first CTA sends
