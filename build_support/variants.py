@@ -19,12 +19,12 @@ AXES = ("DASH_ATTN_DTYPES", "DASH_ATTN_HEAD_DIMS", "DASH_ATTN_MASKS", "DASH_ATTN
 _UNIT_AXES = 2
 # Policies for benchmarks, which the kernels of Ordered serve too where DASH_ATTN_POLICIES names one of them.
 _YARDSTICKS = ("ascending", "atomic")
-# Other names for a value: short ones of dtypes, and scores or policies that one kernel serves.
+# Other names, and the values that they mean: short names of dtypes, and scores and policies that share kernels.
 _ALIASES = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    **dict.fromkeys(("softcap", "alibi"), "changed"),
-    **dict.fromkeys(("descending", "spt", *_YARDSTICKS), "ordered"),
+    "bf16": ("bfloat16",),
+    "fp16": ("float16",),
+    **dict.fromkeys(("softcap", "alibi"), ("softcap", "changed")),
+    **dict.fromkeys(("descending", "spt", *_YARDSTICKS), ("ordered",)),
 }
 
 
@@ -62,9 +62,10 @@ def _selected_values(axis: int, variants: list[Variant]) -> set[str]:
     """The values of an axis, in snake_case, that its variable asks for: all of them where it is not set."""
     listed = dict.fromkeys(snake_case(variant.values[axis]) for variant in variants if axis < len(variant.values))
     names = _named(axis)
-    chosen = {name if name in listed else _ALIASES.get(name, name) for name in names}
-    if unknown := [name for name in names if not {name, _ALIASES.get(name)} & set(listed)]:
-        allowed = [*(name for name, value in _ALIASES.items() if value in listed and name not in listed), *listed]
+    chosen = {value for name in names for value in _ALIASES.get(name, (name,))}
+    if unknown := [name for name in names if not set(_ALIASES.get(name, (name,))) & set(listed)]:
+        others = (name for name, values in _ALIASES.items() if set(values) & set(listed) and name not in listed)
+        allowed = [*others, *listed]
         given = f"{AXES[axis]} is {os.environ[AXES[axis]]!r}"
         raise SystemExit(f"{given}: {', '.join(unknown)} unknown, allowed are {', '.join(allowed)}")
     return chosen or set(listed)

@@ -45,7 +45,7 @@ def test_record_of_a_binary(tmp_path):
     assert build_record.kernels_file(tmp_path) == path
     record = build_record.read(path)
     assert (record.architecture, record.nvcc) == ("sm_90a", "13.0.88")
-    assert len(record.kernels) == 5
+    assert len(record.kernels) == 4
     assert record.kernels[1] == build_record.Kernel("forward", "Float16", "192x128", "Full", "Plain", None)
     assert record.kernels[3].policies == "SymmetricShift"
 

@@ -109,8 +109,8 @@ struct Variant : Geometry {
       kMask == MaskKind::kWindow && Score::serves(ScoreKind::kPlain) && Policies::contains(Policy::kDescending);
   static constexpr bool kDivided = Order<Policies::kAny>::kDivided;
 
-  // Whether the kernel can finish dQ (finish_dq.h) where that pays (placement/finishing.h). It takes registers, which
-  // are missing with other scores and in clusters.
+  // Whether the kernel can finish dQ (finish_dq.h) where that pays (placement/finishing.h), which calls that carry sums
+  // never ask for. It takes registers, which are missing with other scores and in clusters.
   static constexpr bool kMayFinishDq =
       Geometry::kCanFinishDq && Score::serves(ScoreKind::kPlain) && kClusterSize == 1;
 

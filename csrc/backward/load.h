@@ -48,7 +48,7 @@ class Loader {
         return;
       }
       if constexpr (!Variant::kWide) { shared_.v_empty.wait(tile().empty_parity()); }
-      if (work.steps > 0) {
+      if (work.query_tiles.count > 0) {
         load_work_tile(work);
       } else {
         load_nothing();

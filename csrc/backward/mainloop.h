@@ -50,7 +50,7 @@ class Consumer {
 
   __device__ void run() {
     for (; wait_for_work_together(shared_, ring_); ring_ = ring_.next()) {
-      process(work().steps);
+      process(work().steps());
       arrive_together(shared_.work_empty[ring_.slot()]);
     }
     if (thread_ == 0) { ptx::bulk_wait_read(); }  // before shared memory goes

@@ -148,7 +148,7 @@ struct KernelParams {
   dropout::BitsView dropout;
   CarriedSums carried;
   bool finishes_dq;
-  // Of the call's own mask (order.h), which kernels that carry sums or have columns see as a window.
+  // Of the call's own mask (order.h), which is a window to kernels of calls that carry sums or have columns.
   bool heads_together;
   ColumnsView columns;  // for kColumns
 

@@ -40,7 +40,7 @@ class Planner {
     using Order = dash_attn::Order<kPolicy>;
     const bool ordered = is_ordered<kPolicy>(work);
     const auto grid = [&] { return grid_of(work); };
-    bool is_last = work.steps == 0;
+    bool is_last = work.query_tiles.count == 0;
     bool is_first = true;
     WorkStep at{0, 0};
     if constexpr (Order::kDivided) { at.step = Order::steps(grid(), work.kv_tile, work.visits).first; }
@@ -62,9 +62,9 @@ class Planner {
         query_tile = Order::visit(grid(), work.kv_tile, at.step);
       }
       planned.query_tile = query_tile;
-      planned.dq_tile = work.first_dq_tile + at.head * grid().query_tiles() + query_tile;
       const Place place = place_of<kPolicy>(work, query_tile);
       planned.rank = place.rank;
+      planned.dq_tile = work.first_dq_tile + at.head * grid().query_tiles() + query_tile;
       int packed = ((work.first_query_head + at.head) << PlannedStep::kHeadShift) +
                    (ordered ? PlannedStep::kIsOrdered : 0) + (is_last ? PlannedStep::kIsLast : 0);
       if constexpr (Variant::kMayFinishDq) {
@@ -83,7 +83,7 @@ class Planner {
   __device__ __forceinline__ void plan_live_visits(const WorkTile& work) {
     static_assert(Variant::Policies::kAny == Policy::kDescending);
     const LiveVisits& visits = column_tile_of<Variant>(params_, work).visits;
-    int left = work.steps, head = 0, query_tile = left > 0 ? visits.last : 0;
+    int left = work.steps(), head = 0, query_tile = left > 0 ? visits.last : 0;
     for (bool is_first = true; left > 0; is_first = false) {
       --left;
       shared_.plan_empty[plan_.slot()].wait(plan_.empty_parity());
@@ -120,7 +120,8 @@ class Planner {
     return Variant::grid(work.sequence, params_.window);
   }
 
-  // The place of the work tile's partial in the sum of a query tile, and how many there are.
+  // The place of the work tile's partial in the sum of a query tile, and how many partials the sum has: only where dQ
+  // may be finished.
   struct Place {
     int rank, kv_tiles;
   };

@@ -73,8 +73,8 @@ __device__ __forceinline__ void probabilities(float (&s)[kSize], const float* ls
   }
 }
 
-// dS = P * (dP - D), with kHasDerivative times the score's derivative, rounded, overwrites P. Dropped elements of dP
-// are 0.
+// dS = P * (dP - D), times the score's derivative if kHasDerivative. The result is rounded and overwrites P. Dropped
+// elements of dP are 0.
 template <typename Element, typename Score, bool kHasDerivative, typename Bits, int kSize>
 __device__ __forceinline__ void gradient_of_scores(RegisterSlice (&p)[kSize / 8], const float (&dp)[kSize],
                                                    const float* delta, const float* lse, const ScoreParams& params,
@@ -115,11 +115,12 @@ template <typename Element, typename Score, typename Bits, int kSize>
 __device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], const float (&dp)[kSize],
                                                const float* delta, const float* lse, const ScoreParams& params,
                                                const Bits& bits, int thread) {
-  if (Score::kChangesLogits && !(Score::kMayHaveSlopes && params.has_slopes())) {
-    gradient_of_scores<Element, Score, Score::kChangesLogits>(p, dp, delta, lse, params, bits, thread);
-  } else {
-    gradient_of_scores<Element, Score, false>(p, dp, delta, lse, params, bits, thread);
+  if constexpr (Score::kChangesLogits) {
+    if (Score::has_derivative(params)) {
+      return gradient_of_scores<Element, Score, true>(p, dp, delta, lse, params, bits, thread);
+    }
   }
+  gradient_of_scores<Element, Score, false>(p, dp, delta, lse, params, bits, thread);
 }
 
 }  // namespace dash_attn::backward

@@ -66,7 +66,14 @@ struct alignas(1024) SharedStorage {
   float delta[kStages][Variant::kQuery];      // D = rowsum(dO * O)
   StepTile step[kStages];
   float slope[Variant::Score::kMayHaveSlopes ? kStages : 1];  // the ALiBi slope of the step's head
-  int head[Variant::Score::kDrops ? kStages : 1];        // the head of the step, for its bits of dropout
+  int head[Variant::Score::kDrops ? kStages : 1];             // the head of the step, for its bits of dropout
+  // In clusters the number that the first CTA sends. With divided KV tiles, and then without clusters, the leader's own
+  // variable: other CTAs must take all numbers below it before this CTA takes one (whole_tiles.h).
+  static constexpr int kNumberSlots = Variant::kClusterSize > 1 ? Variant::kWorkSlots : 1;
+  union {
+    int work_number[kNumberSlots];
+    int others_until;
+  };
   std::conditional_t<Variant::kMayFinishDq && Variant::kOrderFree, OtherPartials, Empty> others[kStages];
   // For order-free sums: the scales of the tile's rows, whose units the partial is rounded to, and the tile's number,
   // or kNoScale.
@@ -76,13 +83,6 @@ struct alignas(1024) SharedStorage {
   uint8_t sum_parities;  // the planner's: for each buffer of dQ, whether the next sum loaded there is an odd one
   PlannedStep plan[Variant::kPlanSlots];
   WorkTile work[Variant::kWorkSlots];
-  // In clusters the number that the first CTA sends. With divided KV tiles, and then without clusters, the leader's own
-  // variable: other CTAs must take all numbers below it before this CTA takes one (whole_tiles.h).
-  static constexpr int kNumberSlots = Variant::kClusterSize > 1 ? Variant::kWorkSlots : 1;
-  union {
-    int work_number[kNumberSlots];
-    int others_until;
-  };
 
   TransactionBarrier k_full, v_full;
   Barrier v_empty;  // the consumers have V in registers or no longer need it

@@ -70,15 +70,16 @@ __device__ __forceinline__ bool write_work(SharedStorage<Variant>& shared, WorkT
   if constexpr (Variant::kOrderFree) {
     if (params.finishes_dq || *params.workspace.any_needs_order) { scheduler = scheduler.with_turns(); }
   }
-  if constexpr (Variant::kDivided) { work.steps = number; }  // parked here; the steps are written below
+  if constexpr (Variant::kDivided) { work.query_tiles.count = number; }  // parked here; written below
   if constexpr (Variant::kHasColumns) {
-    work.steps = long_tiles_of<Variant>(params, pack.is_pack() ? &pack.sequences[work.packed] : nullptr);  // parked too
+    work.query_tiles.count =  // parked too
+        long_tiles_of<Variant>(params, pack.is_pack() ? &pack.sequences[work.packed] : nullptr);
     compiler_fence();
   }
   Variant::Policies::with(scheduler.policy, [&](auto policy) {
     const TileGrid grid = Variant::grid(scheduler.sequence, params.window);
     if constexpr (Variant::kHasColumns) {
-      static_cast<WorkPlace&>(work) = scheduler.place_long_tiles_first(grid, number, work.steps);
+      static_cast<WorkPlace&>(work) = scheduler.place_long_tiles_first(grid, number, work.query_tiles.count);
     } else {
       const WorkPlace place = scheduler.place<decltype(policy)::value>(grid, number, cluster_cta_rank<Variant>());
       static_cast<WorkPlace&>(work) = place;
@@ -86,7 +87,7 @@ __device__ __forceinline__ bool write_work(SharedStorage<Variant>& shared, WorkT
   });
   compiler_fence();
   if constexpr (Variant::kDivided) {
-    number = work.steps;
+    number = work.query_tiles.count;
     scheduler = scheduler_of_work(work, params);
     const TileGrid grid = Variant::grid(scheduler.sequence, params.window);
     const int first_number = scheduler.template first_number_of_head<Variant::Policies::kAny>(grid, work);
@@ -109,13 +110,14 @@ __device__ __forceinline__ bool write_work(SharedStorage<Variant>& shared, WorkT
   scheduler.fill_in(work, grid);
   compiler_fence();
   if constexpr (!Variant::kHasColumns) {
-    scheduler.template fill_in_steps<Variant::Policies::kAny>(work, Variant::grid(work.sequence, params.window));
+    scheduler.template fill_in_query_tiles<Variant::Policies::kAny>(work,
+                                                                    Variant::grid(work.sequence, params.window));
   }
   compiler_fence();
   if (pack.is_pack()) { scheduler.move_into_pack(work, pack.sequences[work.packed]); }
   if constexpr (Variant::kHasColumns) {
     compiler_fence();
-    work.steps = column_tile_of<Variant>(params, work).visits.count * work.query_heads;
+    work.query_tiles.count = column_tile_of<Variant>(params, work).visits.count;
   }
   return true;
 }

@@ -175,7 +175,7 @@ inline void bind_packs(py::module_& m) {
       .def_readonly("query_heads", &WorkTile::query_heads)
       .def_readonly("first_dq_tile", &WorkTile::first_dq_tile)
       .def_readonly("split_tile", &WorkTile::split_tile)
-      .def_readonly("steps", &WorkTile::steps)
+      .def_property_readonly("steps", &WorkTile::steps)
       .def_readonly("end_q", &WorkTile::q_outer)
       .def_readonly("end_k", &WorkTile::k_outer)
       .def_property_readonly(

@@ -58,8 +58,7 @@ __device__ __forceinline__ int sequence_of(const AppendParams& params, int row) 
 
 __device__ __forceinline__ int page_of(const AppendParams& params, int sequence, int place) {
   const PageTable& table = params.pages;
-  const int page =
-      table.exists() ? table.pages[int64_t{sequence} * table.max_pages + place / table.page_rows] : sequence;
+  const int page = table.exists() ? table.page(sequence, place / table.page_rows) : sequence;
   if (unsigned(page) >= unsigned(table.num_pages)) { refuse<Wrong::kPage>(); }
   return page;
 }

@@ -1,5 +1,4 @@
-// Division by a number that is known before a kernel starts, without the GPU's instructions for a division (Granlund
-// and Montgomery, "Division by Invariant Integers using Multiplication", 1994).
+// Division by a number that is known before a kernel starts, as a multiplication. Plain C++.
 #pragma once
 
 #include <cstdint>
@@ -8,15 +7,15 @@
 
 namespace dash_attn {
 
+// 2^shift is the smallest power of two that is at least the divisor d, and the multiplier is 2^(31 + shift) / d,
+// rounded up by less than one. For a dividend below 2^31 the quotient is then less than 1 / d too large, which is not
+// enough to reach the next integer. A dividend must not be negative. A divisor of 0 may exist, but divides nothing.
 class Divisor {
  public:
   Divisor() = default;
-
-  // `value` is at least 0, and a dividend is below 2^31. Nothing may be divided by 0.
   explicit constexpr Divisor(int value) : value_(value), multiplier_(0), shift_(0) {
-    while ((int64_t{1} << shift_) < value) { ++shift_; }
-    // 2^(31 + shift) / value, rounded up. It is at most 2^32 - 1, because value > 2^(shift - 1).
-    if (value > 0) { multiplier_ = static_cast<uint32_t>(((uint64_t{1} << (31 + shift_)) + value - 1) / value); }
+    while (int64_t{1} << shift_ < value) ++shift_;
+    if (value > 0) multiplier_ = static_cast<uint32_t>(((uint64_t{1} << (31 + shift_)) + value - 1) / value);
   }
 
   DASH_HOST_DEVICE constexpr operator int() const { return value_; }

@@ -32,8 +32,8 @@ namespace dash_attn {
 //   steps(grid, kv, visits)    and the steps of a head that these are
 //   visit(grid, kv, step)      query tile at `step`, 0 <= step < grid.query_tiles_of(kv).count
 //   rank(grid, kv, q)          place of KV tile `kv` in dQ_q, 0 <= rank < grid.kv_tiles_of(q).count, q live for kv
-//   kFollowsRanges             whether these two follow from grid.query_tiles_of(kv) and grid.kv_tiles_of(q) alone, and
-//                              are visit_among and rank_among of them, which takes the kernels fewer instructions
+//   kFollowsRanges             whether visit and rank need only grid.query_tiles_of(kv) and grid.kv_tiles_of(q). The
+//                              order then has visit_among and rank_among, which the planner calls with these ranges
 //   kHeadsTogether             whether all query heads of a work tile take a step before any takes the next, but for
 //                              windows (heads_together)
 template <Policy P>
@@ -87,7 +87,7 @@ DASH_HOST_DEVICE constexpr bool is_end(bool heads_together, WorkStep at, int hea
 inline constexpr int kMostTilesOfDivided = (1 << 16) - 1;
 
 struct Undivided {
-  static constexpr bool kDivided = false, kFollowsRanges = false;
+  static constexpr bool kDivided = false;
   DASH_HOST_DEVICE static constexpr Visits visits(TileGrid const&, int /*group*/) { return Visits::kAll; }
   DASH_HOST_DEVICE static constexpr Range steps(TileGrid const& grid, int kv, Visits) {
     return {0, grid.query_tiles_of(kv).count};
@@ -105,26 +105,33 @@ struct AscendingGroups : Undivided {
   }
 };
 
+// The order whose visit_among and rank_among these are.
+template <typename Order>
+struct FollowsRanges {
+  static constexpr bool kFollowsRanges = true;
+  DASH_HOST_DEVICE static constexpr int visit(TileGrid const& grid, int kv, int step) {
+    return Order::visit_among(grid.query_tiles_of(kv), step);
+  }
+  DASH_HOST_DEVICE static constexpr int rank(TileGrid const& grid, int kv, int query_tile) {
+    return Order::rank_among(grid.kv_tiles_of(query_tile), kv);
+  }
+};
+
 // Partials of dQ are added in ascending order of KV tiles.
 struct AscendingRanks {
   DASH_HOST_DEVICE static constexpr int rank_among(Range kv_tiles, int kv) { return kv - kv_tiles.first; }
-  DASH_HOST_DEVICE static constexpr int rank(TileGrid const& grid, int kv, int query_tile) {
-    return rank_among(grid.kv_tiles_of(query_tile), kv);
-  }
 };
 
 // Query tiles upwards from the first live tile.
 struct UpwardVisits {
   DASH_HOST_DEVICE static constexpr int visit_among(Range query_tiles, int step) { return query_tiles.first + step; }
-  DASH_HOST_DEVICE static constexpr int visit(TileGrid const& grid, int kv, int step) {
-    return visit_among(grid.query_tiles_of(kv), step);
-  }
 };
 
 template <>
-struct Order<Policy::kAscending> : AscendingGroups, AscendingRanks, UpwardVisits {
+struct Order<Policy::kAscending> : AscendingGroups, AscendingRanks, UpwardVisits,
+                                   FollowsRanges<Order<Policy::kAscending>> {
   static constexpr int kCtaGroup = 1;
-  static constexpr bool kHeadsTogether = false, kFollowsRanges = true;
+  static constexpr bool kHeadsTogether = false;
 };
 
 // Query tiles downwards from the last live tile: under the causal mask all KV tiles start at the same one, and none
@@ -132,15 +139,12 @@ struct Order<Policy::kAscending> : AscendingGroups, AscendingRanks, UpwardVisits
 // counter of work tiles achieves the same, because the SM that had the shortest tile is the first to come for the next
 // head's longest.
 template <>
-struct Order<Policy::kDescending> : AscendingGroups, AscendingRanks {
+struct Order<Policy::kDescending> : AscendingGroups, AscendingRanks, FollowsRanges<Order<Policy::kDescending>> {
   static constexpr int kCtaGroup = 1;
-  static constexpr bool kHeadsTogether = true, kFollowsRanges = true;
+  static constexpr bool kHeadsTogether = true;
 
   DASH_HOST_DEVICE static constexpr int visit_among(Range query_tiles, int step) {
     return query_tiles.end() - 1 - step;
-  }
-  DASH_HOST_DEVICE static constexpr int visit(TileGrid const& grid, int kv, int step) {
-    return visit_among(grid.query_tiles_of(kv), step);
   }
 };
 
@@ -155,18 +159,15 @@ struct Order<Policy::kAtomic> : Order<Policy::kDescending> {};
 // Shortest first: KV tiles are taken and added from the last to the first, with query tiles upwards from the first live
 // tile.
 template <>
-struct Order<Policy::kSpt> : Undivided, UpwardVisits {
+struct Order<Policy::kSpt> : Undivided, UpwardVisits, FollowsRanges<Order<Policy::kSpt>> {
   static constexpr int kCtaGroup = 1;
-  static constexpr bool kHeadsTogether = false, kFollowsRanges = true;
+  static constexpr bool kHeadsTogether = false;
 
   DASH_HOST_DEVICE static constexpr int groups(TileGrid const& grid) { return AscendingGroups::groups(grid); }
   DASH_HOST_DEVICE static constexpr int kv_tile(TileGrid const& grid, int group, int cta_rank) {
     return max_int(-1, grid.kv_tiles() - 1 - (group * grid.tiling.cta_group + cta_rank));
   }
   DASH_HOST_DEVICE static constexpr int rank_among(Range kv_tiles, int kv) { return kv_tiles.end() - 1 - kv; }
-  DASH_HOST_DEVICE static constexpr int rank(TileGrid const& grid, int kv, int query_tile) {
-    return rank_among(grid.kv_tiles_of(query_tile), kv);
-  }
 };
 
 // For the full mask: the paper's shift. A KV tile begins at its own query tile, continues to the last one, and then
@@ -222,7 +223,7 @@ struct Order<Policy::kShift> {
 template <>
 struct Order<Policy::kSymmetricShift> : Undivided {
   static constexpr int kCtaGroup = 2;
-  static constexpr bool kHeadsTogether = true;
+  static constexpr bool kHeadsTogether = true, kFollowsRanges = false;
 
   // The number of KV tiles in the first half. No group straddles the middle.
   DASH_HOST_DEVICE static constexpr int half(TileGrid const& grid) { return (grid.kv_tiles() + 1) / 2; }

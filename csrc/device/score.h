@@ -5,9 +5,9 @@
 //   apply           turns the products of a fragment into x in place; the logit is x times ScoreParams::scale_log2, in
 //                   base 2. bias_of() returns what depends on heads and positions: slope(i) and distance(i) of
 //                   register i, where the distance may have either sign
-//   kChangesLogits  whether dS is multiplied by derivative(), because the logit is not linear in the product
-//   kMayHaveSlopes  whether the logit may depend on the head and on the distance between query and key instead. The
-//                   derivative is then that of the product
+//   kChangesLogits  whether the logit is not linear in the product, or depends on the head and on positions
+//   has_derivative  whether dS is multiplied by derivative(): the logit of the call is not linear in the product
+//   kMayHaveSlopes  whether calls with ALiBi's slopes have this type
 //   kDrops          whether dropout follows the softmax; keep() then zeroes a dropped element
 #pragma once
 
@@ -22,7 +22,7 @@ struct ScoreParams {
   float scale_log2;          // log2(e) times the factor of x
   float product_factor;      // softcap: softmax_scale / softcap. ALiBi: 1 / softmax_scale
   float inverse_scale_log2;  // 1 / scale_log2, for the softcap's derivative and the forward's limits
-  const float* slopes;       // ALiBi's, (sequence, head); null without
+  const float* slopes;       // ALiBi's, (sequence, head); null if the call has none
   int slopes_stride;
 
   __device__ __forceinline__ bool has_slopes() const { return slopes != nullptr; }
@@ -36,6 +36,8 @@ struct ScoreParams {
 // logit = softmax_scale * product. The derivative, softmax_scale, is constant, and scales dQ and dK at the end.
 struct UnchangedScore {
   static constexpr bool kChangesLogits = false, kMayHaveSlopes = false, kDrops = false;
+
+  static __device__ __forceinline__ bool has_derivative(const ScoreParams&) { return false; }
 
   template <typename Bias, int kSize>
   static __device__ __forceinline__ void apply(float (&)[kSize], const Bias&, const ScoreParams&) {}
@@ -67,6 +69,8 @@ struct SoftcapScore : UnchangedScore {
   static constexpr bool serves(ScoreKind kind) { return kind == ScoreKind::kSoftcap; }
   static constexpr bool kChangesLogits = true;
 
+  static __device__ __forceinline__ bool has_derivative(const ScoreParams&) { return true; }
+
   template <typename Bias, int kSize>
   static __device__ __forceinline__ void apply(float (&products)[kSize], const Bias&, const ScoreParams& params) {
 #pragma unroll
@@ -86,6 +90,8 @@ struct SoftcapScore : UnchangedScore {
 struct ChangedScore : SoftcapScore {
   static constexpr bool serves(ScoreKind kind) { return kind == ScoreKind::kSoftcap || kind == ScoreKind::kAlibi; }
   static constexpr bool kMayHaveSlopes = true;
+
+  static __device__ __forceinline__ bool has_derivative(const ScoreParams& params) { return !params.has_slopes(); }
 
   template <typename Bias, int kSize>
   static __device__ __forceinline__ void apply(float (&products)[kSize], const Bias& bias_of,

@@ -72,7 +72,7 @@ struct Variant {
   static_assert(kStages >= (kOutputInValues ? kConsumers : 2));
 
   // Whether the last P V of a query tile overlaps the first S of the next one, which takes two buffers of Q. Three
-  // consumers have no registers for that beside a softcap.
+  // consumers have no registers for that beside a changed score.
   static constexpr bool kCrosses = kQueryStages > 1 && !(kConsumers == 3 && Score::kChangesLogits);
 
   // Whether a warpgroup waits for P V before its exponentials, and rounds P among them. With three consumers the

@@ -69,9 +69,9 @@ class Loader {
     return int(gridDim.x) + taken;
   }
 
-  // Whether a KV tile is found while the one before it is loaded. There are no registers for that beside slopes nor,
-  // with three consumers, beside the places of the outputs.
-  static constexpr bool kFindsEarly = kHasPages && !Variant::Score::kChangesLogits &&
+  // Whether a KV tile is found while the one before it is loaded. There are no registers for that beside other scores,
+  // nor, with three consumers, beside the places of the outputs.
+  static constexpr bool kFindsEarly = kHasPages && Variant::Score::serves(ScoreKind::kPlain) &&
                                       !(Variant::kConsumers == 3 && Variant::kOutputInValues);
 
   struct Tile : AnnouncedTile {

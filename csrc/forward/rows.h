@@ -30,7 +30,7 @@ __device__ __forceinline__ int wait_for_tile(SharedStorage<Variant>& shared, Rin
   return shared.tile(slot).end;
 }
 
-// The slopes of a thread's rows, if scores depend on the head.
+// The slopes of a thread's rows, if scores may depend on the head.
 struct RowSlopes {
   float of[2];
 };

@@ -16,7 +16,7 @@ struct RowsBias {
   }
 };
 
-// Only called, and only compiled, for scores with slopes.
+// Only called, and only compiled, for scores that may have slopes.
 template <typename Variant>
 struct BiasOf {
   const KernelParams& params;

@@ -8,7 +8,6 @@
 #include "../contract/mask.h"
 #include "../contract/tile_shapes.h"
 #include "../dropout/mask.h"
-#include "divisor.h"
 
 namespace dash_attn::dropout {
 
@@ -54,8 +53,8 @@ __device__ __forceinline__ void store_lines(uint32_t* words, int first, int end,
 // as lines.
 template <Mapping kMapping, int kRounds>
 __device__ __forceinline__ void make_lines(const GeneratorParams& params, uint32_t unit, int word) {
-  const int row = int(unit >> params.unit_shift), of_sequence = params.of_query_blocks.quotient(row);
-  const int sequence = params.of_heads.quotient(of_sequence), head = of_sequence - sequence * params.heads;
+  const int row = int(unit >> params.unit_shift), of_sequence = row / params.of_query_blocks;
+  const int sequence = of_sequence / params.of_heads, head = of_sequence - sequence * params.heads;
   const int from_last = row - of_sequence * params.query_blocks;
   const int query_block = params.query_blocks - 1 - from_last;  // the longest rows come first under a causal mask
   const int first_query = query_block * kBlockRows;

@@ -51,10 +51,11 @@ const ForwardKernel* short_forward_kernel_of(const ForwardArguments& a, const Ma
 }
 
 const BackwardKernel& backward_kernel_of(const BackwardArguments& a, const MaskRule& mask) {
-#define DASH_BACKWARD_VARIANT(dtype, head_dims, mask_name, score, policies)                       \
+#define DASH_BACKWARD_VARIANT(dtype, head_dims, mask_name, score, policies)                        \
   if (policies::contains(a.policy) && serves<dtype, Dims##head_dims, mask_name, score>(a, mask)) { \
-    using Found = BackwardVariant<dtype, Dims##head_dims, mask_name, score, policies>;            \
-    if (Found::kMayCarry || !a.carries()) { return compiled_backward<Found>(); }                  \
+    using Found = BackwardVariant<dtype, Dims##head_dims, mask_name, score, policies>;             \
+    const bool may_carry = Found::kMayCarry && a.policy != Policy::kAtomic;                        \
+    if (may_carry || !a.carries()) { return compiled_backward<Found>(); }                          \
   }
 #include "built_variants.def"
 #undef DASH_BACKWARD_VARIANT

@@ -40,8 +40,8 @@ dropout::GeneratorParams make_generator_params(const GeneratorArguments& a) {
   params.first_key_block = a.first_key / dropout::kBlockRows;
   params.threshold = dropout::keep_threshold(a.p);
   params.mask = mask_of(a.mask, a.sequence);
-  params.of_query_blocks = dropout::Divisor(params.query_blocks);
-  params.of_heads = dropout::Divisor(params.heads);
+  params.of_query_blocks = Divisor(params.query_blocks);
+  params.of_heads = Divisor(params.heads);
   params.unit_shift = dropout::shift_of_small_units(params.key_blocks);
   if (params.units() > std::numeric_limits<int>::max()) {
     throw std::runtime_error("dash_attn: dropout's bits have more than 2^31 units");  // 275 GB at the least

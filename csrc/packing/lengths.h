@@ -74,7 +74,7 @@ __device__ __forceinline__ void check_keys(const PageTable& table, const Lengths
   for (int i = first; i < batch; i += step) {
     const int length = keys(i).length, pages = table.exists() ? ceil_div(length, table.page_rows) : 0;
     for (int page = int(threadIdx.x); page < pages; page += int(blockDim.x)) {
-      if (unsigned(table.pages[int64_t{i} * table.max_pages + page]) >= unsigned(table.num_pages)) { refuse_page(); }
+      if (unsigned(table.page(i, page)) >= unsigned(table.num_pages)) { refuse_page(); }
     }
   }
 }

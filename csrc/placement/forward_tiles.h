@@ -33,9 +33,9 @@ struct QueryTileScheduler {
   int group_shift;        // log2 of the heads in a group
   Divisor groups_per_kv;  // head groups that share a KV head
   Divisor head_groups;    // in a sequence
-  bool first_is_short;  // of a head group's query tiles, the first one may be short; else the last
-  bool longest_first;   // a head's longest tile comes first; else that of its first query
-  int last_groups;      // with longest_first: (batch, head group) pairs whose tiles are listed together
+  bool first_is_short;    // of a head group's query tiles, the first one may be short; else the last
+  bool longest_first;     // a head's longest tile comes first; else that of its first query
+  int last_groups;        // with longest_first: (batch, head group) pairs whose tiles are listed together
   int num_tiles;
   bool takes_tiles;  // after their first tile, CTAs take tiles from a counter; else every CTA has a fixed share
 

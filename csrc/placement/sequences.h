@@ -64,8 +64,13 @@ struct PageTable {
   };
 
   DASH_HOST_DEVICE constexpr Place place_of(int sequence, int key) const {
-    int const entry = key / page_rows;
-    return {pages[uint32_t(sequence) * uint32_t(max_pages) + uint32_t(entry)], key - entry * page_rows};
+    int const number = key / page_rows;
+    return {page(sequence, number), key - number * page_rows};
+  }
+
+  // Entry `number` of a sequence.
+  DASH_HOST_DEVICE constexpr int page(int sequence, int number) const {
+    return pages[uint32_t(sequence) * uint32_t(max_pages) + uint32_t(number)];
   }
 
   // The row of the tensor. Its computation waits for the table, which place_of only begins to read.
@@ -118,7 +123,7 @@ struct PackView {
   DASH_HOST_DEVICE constexpr bool is_pack() const { return sequences != nullptr; }
 
   // The place in `sequences` of the sequence to which a number of the pack's work belongs.
-  template <typename Number>  // int, or a Divisor where there are registers for its division
+  template <typename Number>  // an int where the members of a Divisor would take registers that are missing
   DASH_HOST_DEVICE constexpr int place_of(int number, Number const& numbers_of_unit) const {
     return of_unit[number / numbers_of_unit];
   }

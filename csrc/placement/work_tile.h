@@ -40,12 +40,12 @@ struct WorkTile : WorkPlace {
   int first_query_head, query_heads;
   int first_dq_tile;     // index, among the query tiles of all heads of all sequences, of the first query head's first
   int split_tile;        // index among the KV tiles of all KV heads of all sequences
-  Range query_tiles;     // those that see the KV tile; unset if the KV tile is divided or does not exist
-  int steps;             // over the query tiles and the query heads; may be 0
+  Range query_tiles;     // that it visits for each query head, perhaps none. `first` only where orders follow ranges
   int q_outer, k_outer;  // the position of its rows: RowOrigin
   int packed;            // in a pack, the sequence's place in PackView::sequences
 
   DASH_HOST_DEVICE constexpr bool valid() const { return kv_tile >= 0; }
+  DASH_HOST_DEVICE constexpr int steps() const { return query_tiles.count * query_heads; }
 };
 
 // All work of one call, as a kernel parameter. For a pack, what its sequences have in common; the sequences hold the
@@ -179,7 +179,7 @@ struct TileScheduler {
             kv_heads,   group_size, s.head_swizzle, s.last_heads, s.swizzle_with_turns};
   }
 
-  // Fills in what follows from the identity of a work tile, except for its steps, in a dense batch. For a pack
+  // Fills in what follows from the identity of a work tile, except for its query tiles, in a dense batch. For a pack
   // `move_into_pack` does the rest.
   DASH_HOST_DEVICE constexpr void fill_in(WorkTile& work, TileGrid const& grid) const {
     work.sequence = sequence;
@@ -191,16 +191,15 @@ struct TileScheduler {
     work.q_outer = work.k_outer = work.batch;
   }
 
-  // Then the steps.
+  // And these.
   template <Policy P>
-  DASH_HOST_DEVICE static constexpr void fill_in_steps(WorkTile& work, TileGrid const& grid) {
+  DASH_HOST_DEVICE static constexpr void fill_in_query_tiles(WorkTile& work, TileGrid const& grid) {
     if (work.kv_tile < 0) {
-      work.steps = 0;
-    } else if constexpr (Order<P>::kDivided) {
-      work.steps = Order<P>::steps(grid, work.kv_tile, work.visits).count * work.query_heads;
-    } else {
+      work.query_tiles.count = 0;
+    } else if constexpr (Order<P>::kFollowsRanges) {
       work.query_tiles = grid.query_tiles_of(work.kv_tile);
-      work.steps = work.query_tiles.count * work.query_heads;
+    } else {
+      work.query_tiles.count = Order<P>::steps(grid, work.kv_tile, work.visits).count;
     }
   }
 
@@ -222,7 +221,7 @@ struct TileScheduler {
     WorkTile work{};
     static_cast<WorkPlace&>(work) = place;
     fill_in(work, grid);
-    fill_in_steps<P>(work, grid);
+    fill_in_query_tiles<P>(work, grid);
     return work;
   }
 };

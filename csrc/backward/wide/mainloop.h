@@ -112,7 +112,7 @@ class Consumer {
     Dv dv;
     Scores s;
     begin_sum<Variant>(params_, work(), dv, false);
-    const int steps = work().steps;
+    const int steps = work().steps();
     wait_for_keys();
     if (steps > 0) {
       issue_s(s);
@@ -235,7 +235,7 @@ class Consumer {
   __device__ __forceinline__ void sum_keys() {
     KeyRegisters r;
     begin_sum<Variant>(params_, work(), r.dk, true);
-    const int steps = work().steps;
+    const int steps = work().steps();
     wait_for_keys();
     if (steps > 0) {
       // Skipped in work tiles without steps, for whose V nobody waits for this consumer. The loader loads V before K.

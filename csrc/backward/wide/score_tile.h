@@ -66,7 +66,7 @@ __device__ __forceinline__ void score_gradient(RegisterSlice& p, const float (&d
     float low = Score::keep(bits, number, dp[number]) - delta.of[row];
     float high = Score::keep(bits, number + 1, dp[number + 1]) - delta.of[row];
     if constexpr (Score::kChangesLogits) {
-      if (!Score::kMayHaveSlopes || !params.has_slopes()) {
+      if (Score::has_derivative(params)) {
         low *= Score::derivative(probability.x, lse.of[row], params);
         high *= Score::derivative(probability.y, lse.of[row], params);
       }
