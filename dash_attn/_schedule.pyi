@@ -143,6 +143,8 @@ def backward_tile_shape(head_dim: int, value_head_dim: int | None = None) -> tup
     """(queries, keys) of one tile of the backward."""
 def cta_group(schedule: str) -> int:
     """CTAs of the clusters that the kernel launches for the policy."""
+def divide(dividend: int, divisor: int) -> tuple[int, int]:
+    """(quotient, remainder), as kernels divide by an argument of the call."""
 def divides(schedule: str) -> bool:
     """Whether a KV tile is in two groups, each with a part of its visits."""
 def dropout_bits(seed: int, offset: int, *, p: float, sequence: int, heads: int, seqlen_q: int, seqlen_k: int, first_head: int, total_heads: int, first_query: int, first_key: int, mapping: str, rounds: int) -> bytearray:

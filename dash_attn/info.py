@@ -38,6 +38,8 @@ _POLICIES_OF = {
     "SymmetricShift": ("symmetric_shift",),
     "OrderFree": ("order_free",),
 }
+# The scores that share kernels, likewise.
+_SCORES_OF = {"Plain": ("plain",), "Softcap": ("softcap",), "Changed": ("softcap", "alibi"), "Dropout": ("dropout",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +117,7 @@ def _kernels() -> dict[str, Any]:
     except ValueError as error:
         return {"built": True, "problem": str(error), "list": []}
     policies = {p for k in record.kernels if k.policies is not None for p in _POLICIES_OF[k.policies]}
+    scores = dict.fromkeys(score for kernel in record.kernels for score in _SCORES_OF[kernel.score])
     return {
         "built": True,
         "problem": None,
@@ -124,7 +127,7 @@ def _kernels() -> dict[str, Any]:
         "head_dims": list(dict.fromkeys(kernel.head_dims for kernel in record.kernels)),
         "dtypes": list(dict.fromkeys(kernel.dtype.lower() for kernel in record.kernels)),
         "masks": list(dict.fromkeys(kernel.mask.lower() for kernel in record.kernels)),
-        "scores": list(dict.fromkeys(kernel.score.lower() for kernel in record.kernels)),
+        "scores": list(scores),
         "schedules": [policy for policy in schedule.POLICIES if policy in policies],
         "list": [dataclasses.asdict(kernel) for kernel in record.kernels],
     }

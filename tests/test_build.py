@@ -172,6 +172,14 @@ def test_environment_limits_what_is_built(monkeypatch, tmp_path, listed, environ
         assert dispatched.count(f"DASH_{pass_}_VARIANT(") == count
 
 
+@pytest.mark.parametrize("score", ["softcap", "alibi"])
+def test_scores_that_share_kernels_are_built_together(monkeypatch, score):
+    monkeypatch.setenv("DASH_ATTN_SCORES", f"plain,{score}")
+    selected = {v.values[2:4] for v in variants.select_variants(VARIANTS) if v.pass_ == "FORWARD"}
+    assert {("Windowed", "Changed"), ("Causal", "Softcap"), ("Windowed", "Plain")} <= selected
+    assert not {s for _, s in selected} & {"Dropout"}
+
+
 def test_yardsticks_are_built_where_they_are_asked_for(monkeypatch, listed):
     sets = {v.values[-1] for v in variants.select_variants(listed) if v.pass_ == "BACKWARD"}
     assert "Ordered" in sets and "OrderedAndYardsticks" not in sets

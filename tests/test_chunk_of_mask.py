@@ -20,7 +20,7 @@ MASKS = {
 }
 TILE_Q, TILE_K = 4, 8
 FAR = 1 << 28  # more keys than there are: a bound that bounds nothing, of a mask that is a window all the same
-# What the kernels that carry sums, which have every mask as a window, make of those that are none: Window::as_window.
+# What calls that carry sums, whose kernels see every mask as a window, make of other masks: MaskRule::as_window.
 AS_WINDOWS = {"full": (dict(causal=False), (FAR, FAR)), "causal": (dict(causal=True), (FAR, 0))}
 
 

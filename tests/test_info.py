@@ -65,11 +65,13 @@ def test_a_binary_of_older_sources_is_refused(tmp_path):
         build_record.read(path)
 
 
-def test_every_set_of_policies_is_known():
-    """A build record names the sets of csrc/launch/variants.def."""
+def test_every_score_and_set_of_policies_is_known():
+    """A build record names those of csrc/launch/variants.def."""
     lines = (pathlib.Path(__file__).parents[1] / "csrc/launch/variants.def").read_text()
     sets = set(re.findall(r"^DASH_BACKWARD_VARIANT\(.*, (\w+)\)$", lines, re.MULTILINE))
     assert sets | {"OrderedAndYardsticks"} == set(info._POLICIES_OF)
+    scores = set(re.findall(r"^DASH_FORWARD_VARIANT\(.*, (\w+)\)$", lines, re.MULTILINE))
+    assert scores == set(info._SCORES_OF)
 
 
 def test_info_of_this_installation():

@@ -144,6 +144,25 @@ def test_the_speed_of_column_masks():
     assert f"costs {costs[0]}% at 16,384 tokens and {costs[1]}% at 4,096 tokens" in text
 
 
+def test_a_later_run_of_column_masks():
+    ratios = column_ratios("29_cc098fc_column_masks", 128)
+
+    def quoted(cases, other, *passes):
+        return [f"{ratios[case][other, pass_]:.2f}" for case in cases for pass_ in passes]
+
+    nothing = [(f"nothing at {n}", n) for n in (1024, 4096, 16384)]
+    text = words("benchmarks/few_heads_masks_decoding.md")
+    for pass_ in ("forward", "backward"):
+        first, second, third = quoted(nothing, "causal", pass_)
+        assert f"at {first}, {second} and {third}" in text
+    for case, other in ((16384, "packs"), (65536, "packs")):
+        assert "at {} and {}".format(*quoted([("documents of 1024", case)], other, "forward", "backward")) in text
+    assert (
+        "at {} and {} of the causal".format(*quoted([("question of 512", 16896)], "causal", "forward", "backward"))
+        in text
+    )
+
+
 def test_small_pages():
     page = (ROOT / "docs" / "design_decisions.md").read_text()
     rows = [row for row in rows_of("29_6b9e0ac-dirty_pages_and_plans") if "seqlen" in row and row["new_tokens"] == 1]
@@ -212,3 +231,73 @@ def test_steps_of_decoding_without_a_plan():
     assert f"({statistics.geometric_mean(steps):.2f} on average)" in text
     assert limits["causal"] == ("0.99", "1.00") and limits["window"] == ("1.00", "1.02")
     assert limits["with a plan"] == ("1.00", "1.01")
+
+
+def kinds_of_calls(name):
+    """{(pass, kind of call): the new time over the old one of each call}."""
+    found = {}
+    for row in rows_of(name):
+        if "call" in row:
+            kind = "cache" if row["call"].startswith("cache") else row["call"].split()[-1]
+            ratio = min(row["after_us"]) / min(row["before_us"])
+            found.setdefault((row["pass"], kind), {})[row["call"]] = ratio
+    return found
+
+
+def test_divisions_and_branches():
+    found = kinds_of_calls("29_cc098fc_windows_chunks_pages")
+    text, changes = words("docs/design_decisions.md"), words("CHANGELOG.md")
+
+    def mean(pass_, kind, of=found):
+        return f"{statistics.geometric_mean(of[pass_, kind].values()):.2f}"
+
+    forward = [mean("forward", kind) for kind in ("window", "chunk", "packwindow")]
+    backward = [mean("backward", kind) for kind in ("window", "chunk", "packwindow")]
+    assert "is {} for windows, {} for chunks and {} for packs with windows".format(*forward) in text
+    assert "in the forward, {}, {} and {} in the backward".format(*backward) in text
+    assert (
+        "with a window takes {} of the time, a forward with chunks {} and a forward of packs with windows {}".format(
+            *forward
+        )
+        in changes
+    )
+    assert "the backward takes {}, {} and {}".format(*backward) in changes
+    pages = {call: ratio for call, ratio in found["forward", "cache"].items() if "page None" not in call}
+    small = [ratio for call, ratio in pages.items() if re.search(r"page (1|100) ", call)]
+    assert f"{min(small):.2f} to {max(small):.2f} for pages of 1 or 100 rows" in text
+    cut = [ratio for call, ratio in pages.items() if int(re.search(r"page (\d+)", call)[1]) % 16]
+    assert f"takes {min(cut):.2f} to {max(cut):.2f} of the time" in changes
+    usual = {mean(pass_, kind) for pass_ in ("forward", "backward") for kind in ("causal", "full")}
+    assert usual <= {"0.99", "1.00"}
+    planner = kinds_of_calls("29_32f49d1-dirty_planner")
+    packs, chunks = (mean("backward", kind, planner) for kind in ("packwindow", "chunk"))
+    assert f"packs with windows takes {packs} of the time of before the divisions, and that of chunks {chunks}" in text
+    without = kinds_of_calls("29_716f94a-dirty_divisions")
+    assert f"{mean('backward', 'window', without)} of the time became {mean('backward', 'window')}" in text
+
+
+def test_masks_as_windows():
+    rows = [row for row in rows_of("29_cc098fc_windows_chunks_pages") if row["pass"] == "backward" and "call" in row]
+    times = {row["call"]: min(row["after_us"]) for row in rows}
+    causal, full = (
+        statistics.geometric_mean(
+            time / times[call.replace(f"w{mask}", mask)] for call, time in times.items() if call.endswith(f" w{mask}")
+        )
+        for mask in ("causal", "full")
+    )
+    said = f"a causal backward as a window still takes {causal:.2f} times as long, and a full one {full:.2f} times"
+    assert said in words("docs/design_decisions.md")
+
+
+def test_scores_that_share_kernels():
+    rows = [row for row in rows_of("29_cc098fc_windows_chunks_pages") if "scores" in row]
+    shared = [row for row in rows if row["scores"] != "softcap causal"]
+
+    def reach(pass_):
+        ratios = [row["new_over_old"] for row in shared if row["pass"] == pass_]
+        return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+    text = words("docs/design_decisions.md")
+    assert f"a backward takes {reach('backward')} times as long" in text and f"a forward {reach('forward')}." in text
+    assert f"takes {reach('backward')} times as long" in words("CHANGELOG.md")
+    assert {f"{row['by_head_dim'][1]:.2f}" for row in rows if row["scores"] == "softcap causal"} == {"1.04"}

@@ -1,6 +1,6 @@
 """The backward of one chunk of keys by one chunk of queries, with sums that other chunks began or will continue.
 
-A GPU runs one launch of the kernels that carry sums (csrc/backward/carried_sums.h), and a CPU runs the reference.
+A GPU runs one launch of a kernel that carries sums (csrc/backward/carried_sums.h), and a CPU runs the reference.
 Chunks that run in the order of one process produce the bits of one process.
 """
 

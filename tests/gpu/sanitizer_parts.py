@@ -1,4 +1,4 @@
-"""For compute-sanitizer: the kernels that carry sums, in few chunks of small shapes and for every row of the tile
+"""For compute-sanitizer: calls that carry sums, in few chunks of small shapes and for every row of the tile
 table, and decoding with each form of a cache.
 
 compute-sanitizer --tool racecheck python tests/gpu/sanitizer_parts.py

@@ -1,4 +1,4 @@
-"""The kernels that carry sums: a backward in parts has the bits of one call, in any order of them
+"""Calls that carry sums: a backward in parts has the bits of one call, in any order of them
 that keeps the order of each sum."""
 
 import itertools
