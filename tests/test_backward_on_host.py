@@ -277,12 +277,12 @@ FINISHING_FAULTS = [
      "        shared_.ds_full[buffer.slot()].wait(buffer.parity());\n", "",
      dict(heads=4, seqlen_q=64, seqlen_k=300)),
     # The second of two sums that come to a buffer, taken for the first.
-    ("64", "backward/plan.h", "          shared_.sum_parities ^= buffer;\n", "", dict(seqlen_q=600, seqlen_k=200)),
+    ("64", "backward/plan.h", "      shared_.sum_parities ^= buffer;\n", "", dict(seqlen_q=600, seqlen_k=200)),
     # Both of divided KV tiles: a sum that is taken before it is there, and one that is taken for another.
     ("64", "backward/mainloop.h",
      "    if (has_sum) { shared_.sum_full[step.slot()].wait(sum == DqSum::kOddSum); }\n", "",
      dict(seqlen_q=600, seqlen_k=300, schedule="shift")),
-    ("64", "backward/plan.h", "          shared_.sum_parities ^= buffer;\n", "",
+    ("64", "backward/plan.h", "      shared_.sum_parities ^= buffer;\n", "",
      dict(seqlen_q=1000, seqlen_k=300, schedule="shift")),
 ]  # fmt: skip
 
