@@ -123,7 +123,7 @@ __device__ __forceinline__ bool find_owner(const SequencesOfCall& call, int plac
 // For a call of a chunk of keys and a chunk of queries: where its sums come from and go to. The accumulator holds those
 // of dQ, and split_sums those of dK and dV, one for each KV tile.
 struct CarriedSums {
-  bool exist;           // whether the call is one
+  bool exist;           // false: the call is for whole sequences, and nothing else here means anything
   const float* total;   // of the previous splits, laid out like split_sums; null if there are none
   Range dq_continues;   // the query tiles of each head that continue a sum
   bool keys_continue;   // whether dK and dV continue a sum

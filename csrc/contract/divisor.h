@@ -34,4 +34,8 @@ class Divisor {
   int shift_;
 };
 
+static_assert(0x7fffffff / Divisor(1) == 0x7fffffff && 0x7ffffffe / Divisor(0x7fffffff) == 0);
+static_assert(0x7fffffff / Divisor(3) == 715827882 && 0x7ffffffd / Divisor(3) == 715827881);
+static_assert(65537 * 32767 / Divisor(65537) == 32767 && (65537 * 32767 - 1) / Divisor(65537) == 32766);
+
 }  // namespace dash_attn

@@ -6,7 +6,8 @@
 //                   base 2. bias_of() returns what depends on heads and positions: slope(i) and distance(i) of
 //                   register i, where the distance may have either sign
 //   kChangesLogits  whether the logit is not linear in the product, or depends on the head and on positions
-//   has_derivative  whether dS is multiplied by derivative(): the logit of the call is not linear in the product
+//   has_derivative  of scores that do: whether dS is multiplied by derivative(), as the call asks for a logit that is
+//                   not linear in the product
 //   kMayHaveSlopes  whether calls with ALiBi's slopes have this type
 //   kDrops          whether dropout follows the softmax; keep() then zeroes a dropped element
 #pragma once
@@ -36,8 +37,6 @@ struct ScoreParams {
 // logit = softmax_scale * product. The derivative, softmax_scale, is constant, and scales dQ and dK at the end.
 struct UnchangedScore {
   static constexpr bool kChangesLogits = false, kMayHaveSlopes = false, kDrops = false;
-
-  static __device__ __forceinline__ bool has_derivative(const ScoreParams&) { return false; }
 
   template <typename Bias, int kSize>
   static __device__ __forceinline__ void apply(float (&)[kSize], const Bias&, const ScoreParams&) {}

@@ -54,8 +54,8 @@ const BackwardKernel& backward_kernel_of(const BackwardArguments& a, const MaskR
 #define DASH_BACKWARD_VARIANT(dtype, head_dims, mask_name, score, policies)                        \
   if (policies::contains(a.policy) && serves<dtype, Dims##head_dims, mask_name, score>(a, mask)) { \
     using Found = BackwardVariant<dtype, Dims##head_dims, mask_name, score, policies>;             \
-    const bool may_carry = Found::kMayCarry && a.policy != Policy::kAtomic;                        \
-    if (may_carry || !a.carries()) { return compiled_backward<Found>(); }                          \
+    const bool is_ordered = accumulation(a.policy) == Accumulation::kOrdered;                      \
+    if (!a.carries() || (Found::kMayCarry && is_ordered)) { return compiled_backward<Found>(); }   \
   }
 #include "built_variants.def"
 #undef DASH_BACKWARD_VARIANT

@@ -31,7 +31,7 @@ struct RowOrigin {
   static constexpr int kRaggedRows = 1 << 30;
 };
 
-// The entries of a table of pages, whose indices are 32 bits wide.
+// The most entries that a table of pages may have: kernels compute their indices in 32 bits.
 inline constexpr int64_t kMostTableEntries = (int64_t{1} << 32) - 1;
 
 // Where the keys of a pack's sequences lie when they lie in pages: each page has the rows of `page_rows` keys of one

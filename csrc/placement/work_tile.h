@@ -191,7 +191,7 @@ struct TileScheduler {
     work.q_outer = work.k_outer = work.batch;
   }
 
-  // And these.
+  // Fills in the query tiles, after the rest.
   template <Policy P>
   DASH_HOST_DEVICE static constexpr void fill_in_query_tiles(WorkTile& work, TileGrid const& grid) {
     if (work.kv_tile < 0) {

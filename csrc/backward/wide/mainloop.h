@@ -215,7 +215,7 @@ class Consumer {
   __device__ __forceinline__ void store_dv(Dv& dv) {
     const WorkTile& work = this->work();
     shared_.v_full.wait(tile().parity());
-    opaque(ring_.count);  // else the parity, which is also the slot's number, stays in a register that is missing
+    opaque(ring_.count);  // The parity equals the slot's number, and there is no register to keep it for both.
     shared_.p_empty.wait(Once{step_}.empty_parity());
     if (is_complete<Variant>(params_, work, dv, false)) {
       if constexpr (Score::kDrops) { dv.scale(params_.dropout.scale); }
